@@ -1,0 +1,184 @@
+"""The custom operators, their fakes and their derivative. Nothing else registers anything.
+
+Gradients that nobody asked for come back as empty tensors (an operator cannot return None), outputs never alias inputs,
+arguments are never changed, and autocast is off in every body: functional.py has already cast.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ._ops import add_op_namespace_prefix
+from .backends import backend_of
+from .problem import Fold, Problem
+from .schedules import recompute
+
+
+def _row_major(t):
+    """The kernels and GEMMs address rows of contiguous columns; any other layout is copied once."""
+    return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
+
+
+def _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size):
+    return Problem(
+        _row_major(e),
+        _row_major(c[:vocab_size]),
+        targets.contiguous(),
+        None if bias is None else bias[:vocab_size].contiguous(),
+        None if weight is None else weight[:vocab_size].contiguous(),
+        ignore_index,
+        softcap,
+        scale,
+        temperature,
+    )
+
+
+def _present(t):
+    return None if t.numel() == 0 else t
+
+
+@torch.library.custom_op(add_op_namespace_prefix("fold"), mutates_args=())
+def fold(
+    e: Tensor,  # [N, D]
+    c: Tensor,  # [V, D]
+    targets: Tensor,  # [N] int64 or int32
+    bias: Optional[Tensor],  # [V]
+    weight: Optional[Tensor],  # [V]
+    ignore_index: int,
+    softcap: Optional[float],
+    scale: float,
+    temperature: float,
+    vocab_size: int,
+    want_smooth: bool,
+    want_entropy: bool,
+    want_prediction: bool,
+    workspace: Optional[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Fold`, empty where not asked for."""
+    problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
+    with torch.autocast(e.device.type, enabled=False):
+        out = recompute.forward(
+            backend_of(e.device),
+            problem,
+            want_smooth=want_smooth,
+            want_entropy=want_entropy,
+            want_prediction=want_prediction,
+        )
+    none = out.nll.new_empty(0)
+    smooth = none if out.smooth is None else out.smooth
+    entropy = out.nll.new_empty(0) if out.entropy is None else out.entropy
+    prediction = out.rows.new_empty(0, dtype=torch.int64) if out.prediction is None else out.prediction
+    return out.nll, out.lse, smooth, entropy, prediction, out.m, out.log_s, out.rows, out.count
+
+
+@fold.register_fake
+def _(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size,
+      want_smooth, want_entropy, want_prediction, workspace):  # fmt: skip
+    n = e.shape[0]
+
+    def row(wanted=True, dtype=torch.float32):
+        return e.new_empty((n if wanted else 0,), dtype=dtype)
+
+    return (
+        row(), row(), row(want_smooth), row(want_entropy), row(want_prediction, torch.int64),
+        row(), row(), row(dtype=torch.int32), e.new_empty((1,), dtype=torch.int32),
+    )  # fmt: skip
+
+
+@torch.library.custom_op(add_op_namespace_prefix("recompute_backward"), mutates_args=())
+def recompute_backward(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Optional[Tensor],
+    weight: Optional[Tensor],
+    nll: Tensor,
+    entropy: Tensor,
+    m: Tensor,
+    log_s: Tensor,
+    rows: Tensor,
+    count: Tensor,
+    g_nll: Optional[Tensor],  # [N], any stride
+    g_lse: Optional[Tensor],
+    g_smooth: Optional[Tensor],
+    g_entropy: Optional[Tensor],
+    ignore_index: int,
+    softcap: Optional[float],
+    scale: float,
+    temperature: float,
+    vocab_size: int,
+    need_de: bool,
+    need_dc: bool,
+    need_dbias: bool,
+    workspace: Optional[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dE [N, D], dC [V, D], dbias [V], each in its input's dtype, or empty."""
+    problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
+    de = torch.empty(e.shape if need_de else (0,), dtype=e.dtype, device=e.device)
+    dc = torch.empty(c.shape if need_dc else (0,), dtype=c.dtype, device=c.device)
+    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=e.device) if need_dbias else e.new_empty(0)
+    if vocab_size < c.shape[0]:
+        for gradient in (dc, dbias):
+            gradient[vocab_size:].zero_()
+    with torch.autocast(e.device.type, enabled=False):
+        gradients = recompute.row_gradients(problem, g_nll, g_lse, g_smooth, g_entropy)
+        recompute.backward(
+            backend_of(e.device),
+            problem,
+            Fold(nll, nll, None, _present(entropy), None, m, log_s, rows, count),
+            gradients,
+            need_de,
+            need_dc,
+            need_dbias,
+            workspace,
+            de if need_de else None,
+            dc[:vocab_size] if need_dc else None,
+            dbias[:vocab_size] if need_dbias else None,
+        )
+    return de, dc, dbias
+
+
+@recompute_backward.register_fake
+def _(e, c, targets, bias, weight, nll, entropy, m, log_s, rows, count, g_nll, g_lse, g_smooth, g_entropy, ignore_index,
+      softcap, scale, temperature, vocab_size, need_de, need_dc, need_dbias, workspace):  # fmt: skip
+    return (
+        e.new_empty(e.shape if need_de else (0,)),
+        c.new_empty(c.shape if need_dc else (0,)),
+        bias.new_empty(bias.shape) if need_dbias else e.new_empty(0),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    e, c, targets, bias, weight, *options, _, _, _, workspace = inputs
+    nll, _, _, entropy, prediction, m, log_s, rows, count = output
+    ctx.save_for_backward(e, c, targets, bias, weight, nll, entropy, m, log_s, rows, count)
+    ctx.options, ctx.workspace = options, workspace
+    ctx.mark_non_differentiable(prediction, m, log_s, rows, count)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g_nll, g_lse, g_smooth, g_entropy, *_):
+    need_de, need_dc, _, need_dbias, *_ = ctx.needs_input_grad
+    if all(g is None for g in (g_nll, g_lse, g_smooth, g_entropy)):
+        return (None,) * len(ctx.needs_input_grad)
+    de, dc, dbias = recompute_backward(
+        *ctx.saved_tensors, g_nll, g_lse, g_smooth, g_entropy, *ctx.options, need_de, need_dc, need_dbias, ctx.workspace
+    )
+    gradients = [None] * len(ctx.needs_input_grad)
+    gradients[0] = de if need_de else None
+    gradients[1] = dc if need_dc else None
+    gradients[3] = dbias if need_dbias else None
+    return tuple(gradients)
+
+
+fold.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _no_second_derivative(ctx, *_):
+    raise NotImplementedError(
+        "linear_cross_entropy has no second derivative: its gradient (create_graph=True) cannot be differentiated again"
+    )
+
+
+recompute_backward.register_autograd(_no_second_derivative)

@@ -1,0 +1,154 @@
+"""From sizes and a byte budget to a plan: panel width, scratch bytes by name, floating-point operations.
+
+Pure Python on integers. A plan depends on the sizes, the dtype, the class of device and the budget, never on what is
+free on the card at the moment, so that the same call always runs the same reductions in the same order.
+
+Two kinds of device differ in what they keep in memory:
+
+* ``cuda`` (Triton kernels): a panel of dlogits in the dtype of the inputs, contracted by GEMMs that read 16 bits and
+  accumulate in fp32. Compacted hidden states lie in the storage of dE until its rows are written at the end.
+* anything else (plain torch operations): fp32 panels, fp32 copies of the 16-bit operands, one panel at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+MIB = 1 << 20
+SCHEDULES = ("auto", "recompute")
+
+# Panel widths are multiples of this: the widest vocabulary tile of the kernels, and a multiple of the 64 columns that
+# every GEMM extent and row stride should be divisible by.
+PANEL_STEP = 256
+# Per token: the fp32 vectors nll, lse, m, log s and the int32 row index.
+STATE_BYTES = 20
+# What the default budget is at least.
+DEFAULT_WORKSPACE = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one forward and backward pass will use.
+
+    Attributes:
+        schedule: name of the order of loops.
+        panel: vocabulary columns per panel of the backward (its row stride as well).
+        panels: how many panels cover the vocabulary.
+        splits: vocabulary splits of the forward on CUDA (1 elsewhere).
+        parts: scratch bytes by name; ``forward:`` parts and ``backward:`` parts are not alive together.
+        flops: floating-point operations of all GEMMs.
+    """
+
+    schedule: str
+    panel: int
+    panels: int
+    splits: int
+    parts: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+
+    def _of(self, stage: str) -> int:
+        return sum(size for name, size in self.parts.items() if name.partition(":")[0] in ("both", stage))
+
+    @property
+    def workspace(self) -> int:
+        """Peak bytes over the inputs and the returned gradients."""
+        return max(self._of("forward"), self._of("backward"))
+
+    def __str__(self) -> str:
+        lines = [f"{self.schedule}: {self.panels} panel(s) of {self.panel} columns, {self.flops / 1e12:.2f} TFLOP"]
+        lines += [f"  {name:<24} {size / MIB:12.2f} MiB" for name, size in self.parts.items()]
+        return "\n".join([*lines, f"  {'peak':<24} {self.workspace / MIB:12.2f} MiB"])
+
+
+def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, processors: int) -> int:
+    """Vocabulary splits of the fold: about eight waves of programs where D is large, two where it is small.
+
+    Long programs amortise the start of the pipeline, many waves even out the end of the launch.
+    """
+    row_blocks, tiles = -(-max(n, 1) // block_m), -(-v // block_n)
+    waves = 8 if d >= 2048 and row_blocks * tiles >= 64 * processors else 2
+    return max(1, min(tiles, round(waves * processors / row_blocks)))
+
+
+def plan(
+    n: int,
+    v: int,
+    d: int,
+    dtype,
+    *,
+    device: str = "cuda",
+    valid: int | None = None,
+    need_de: bool = True,
+    need_dc: bool = True,
+    need_dbias: bool = False,
+    workspace: int | None = None,
+    schedule: str = "auto",
+    splits: int | None = None,
+) -> Plan:
+    """The plan that ``linear_cross_entropy`` follows for these sizes.
+
+    Args:
+        n, v, d: tokens, vocabulary, hidden size.
+        dtype: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32`` (or its name).
+        device: ``"cuda"`` for the Triton kernels, any other name for the plain torch backend.
+        valid: tokens whose target is not ignored; all of them by default.
+        need_de, need_dc, need_dbias: which gradients are wanted.
+        workspace: byte budget over inputs and gradients. Default: max(64 MiB, bytes of e and c, the minimum).
+        schedule: ``"auto"`` or ``"recompute"``.
+        splits: vocabulary splits of the forward, where known (by default that of a device of 132 multiprocessors).
+
+    Raises:
+        ValueError: the budget is below what the sizes need, or the schedule is unknown.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: got {schedule!r}, accepted are {', '.join(map(repr, SCHEDULES))}")
+    name = str(dtype).removeprefix("torch.")
+    itemsize = {"bfloat16": 2, "float16": 2, "float32": 4}.get(name)
+    if itemsize is None:
+        raise TypeError(f"dtype: got {dtype}, accepted are bfloat16, float16 and float32")
+    valid = n if valid is None else valid
+    backward = need_de or need_dc or need_dbias
+    fixed, per_column, parts = {}, {}, {"both:row state": STATE_BYTES * n}
+    if device == "cuda":
+        splits = splits or forward_splits(n, v, d, block_m=128, block_n=256, processors=132)
+        parts["forward:split partials"] = 8 * splits * n
+        if backward:
+            in_place = name == "float32" and valid == n
+            fixed["backward:dE accumulator"] = 4 * valid * d * (need_de and not in_place)
+            fixed["backward:compacted e"] = itemsize * valid * d * (valid < n and not need_de)
+            per_column["backward:panel"] = itemsize * valid
+            per_column["backward:fp32 dC panel"] = 4 * d * (name == "float16" and need_dc)
+    else:
+        splits, widened, tile = 1, itemsize < 4, min(v, PANEL_STEP)
+        copied = 4 * valid * d * (widened or valid < n)
+        parts["forward:fp32 operands"] = copied + 4 * tile * d * widened
+        parts["forward:logits"] = 8 * valid * tile
+        if backward:
+            fixed["backward:fp32 operands"] = copied + 4 * tile * d * widened
+            fixed["backward:dE accumulator"] = 4 * valid * d * need_de
+            fixed["backward:tile"] = 8 * valid * tile
+            per_column["backward:panel"] = 4 * valid
+            per_column["backward:fp32 contraction"] = 4 * d * widened
+    parts |= {key: size for key, size in fixed.items() if size}
+
+    panel_rate = max(sum(per_column.values()), 1)
+    held = parts["both:row state"] + sum(fixed.values())
+    narrowest = min(PANEL_STEP, 64 * math.ceil(v / 64))
+    minimum = max(held + narrowest * panel_rate * backward, sum(parts.values()) - sum(fixed.values()))
+    if workspace is None:
+        workspace = max(DEFAULT_WORKSPACE, itemsize * (n + v) * d, minimum)
+    elif workspace < minimum:
+        raise ValueError(
+            f"workspace: got {workspace} bytes, these sizes (N = {n}, V = {v}, D = {d}, {name}) need at least {minimum}"
+        )
+    if not backward:
+        return Plan("recompute", 0, 0, splits, parts, 2 * n * v * d)
+    widest = max(narrowest, (workspace - held) // panel_rate // PANEL_STEP * PANEL_STEP)
+    panels = math.ceil(v / min(widest, v))
+    step = PANEL_STEP if panels > 1 else 64
+    width = step * math.ceil(math.ceil(v / panels) / step)
+    panels = math.ceil(v / width)
+    parts |= {key: size * width for key, size in per_column.items() if size}
+    gemms = 1 + need_de + need_dc
+    return Plan("recompute", width, panels, splits, parts, 2 * n * v * d + 2 * valid * v * d * gemms)

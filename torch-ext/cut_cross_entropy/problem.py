@@ -1,0 +1,52 @@
+"""What is computed: the inputs of one call and how a dot product becomes a logit."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """z = softcap * tanh((e @ c.T + bias) * scale / softcap) / temperature, over the rows whose target counts."""
+
+    e: Tensor  # [N, D]
+    c: Tensor  # [V, D], real classes only
+    targets: Tensor  # [N]
+    bias: Optional[Tensor]  # [V]
+    weight: Optional[Tensor]  # [V], class weights of the smoothed part
+    ignore_index: int
+    softcap: Optional[float]
+    scale: float
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Per-token results of the forward, fp32 [N] (0 at ignored rows), and the valid rows.
+
+    `m` and `log_s` are kept apart because `lse = m + log_s` rounds away what a large common offset hides.
+    """
+
+    nll: Tensor  # lse - z_y
+    lse: Tensor
+    smooth: Optional[Tensor]  # sum_v w_v * (lse - z_v)
+    entropy: Optional[Tensor]  # -sum_v p_v * log p_v
+    prediction: Optional[Tensor]  # int64, -1 at ignored rows
+    m: Tensor  # max_v z_v
+    log_s: Tensor  # log sum_v exp(z_v - m)
+    rows: Tensor  # int32 [N], the valid rows in order, then unspecified
+    count: Tensor  # int32 [1], how many there are
+
+
+@dataclass(frozen=True, slots=True)
+class RowGradients:
+    """Upstream gradients by row, fp32 [N] of any stride. With q = p - onehot,
+
+    dz_v = nll * q_v + rest * p_v - smooth * w_v - entropy * p_v * (log p_v + H)
+    """
+
+    nll: Optional[Tensor]
+    rest: Optional[Tensor]
+    smooth: Optional[Tensor]
+    entropy: Optional[Tensor]

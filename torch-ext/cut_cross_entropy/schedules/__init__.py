@@ -1,0 +1,1 @@
+"""Orders of loops over the primitives of a backend."""

@@ -1,0 +1,70 @@
+"""Schedule `recompute`: fold the logits in the forward, rebuild them panel by panel in the backward.
+
+8 N V D floating-point operations for the loss and both gradients; scratch: one panel and an fp32 accumulator for dE.
+"""
+
+import torch
+
+from ..planner import plan
+from ..problem import RowGradients
+
+# Columns that a GEMM extent must be a multiple of to run at full speed.
+ALIGNED = 8
+
+
+def forward(backend, problem, *, want_smooth=False, want_entropy=False, want_prediction=False):
+    """Per row: lse = m + log s over all classes and the target's logit from the same accumulators."""
+    (n, d), v = problem.e.shape, problem.c.shape[0]
+    rows, count = backend.select(problem.targets, problem.ignore_index, v)
+    splits = backend.fold_splits(n, v, d, problem.e.dtype, problem.e.device)
+    return backend.fold(problem, rows, count, splits, want_smooth, want_entropy, want_prediction)
+
+
+def row_gradients(problem, nll, lse, smooth, entropy):
+    """Gather what multiplies p in one vector: d lse/dz = p, d smooth/dz = (sum w) p - w."""
+    rest = lse
+    if smooth is not None:
+        total = problem.c.shape[0] if problem.weight is None else problem.weight.float().sum()
+        rest = smooth * total if lse is None else lse + smooth * total
+    return RowGradients(nll, rest, smooth, entropy)
+
+
+def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, workspace, de, dc, dbias):
+    """dC[panel] = panel.T @ e, one plain write each; dE = sum over panels of panel @ c[panel], in fp32, rounded once."""
+    (n, d), v = problem.e.shape, problem.c.shape[0]
+    live = backend.count_on_host(fold.count, n) if n else 0
+    if live == 0 or d == 0:
+        for gradient in (de, dc, dbias):
+            if gradient is not None:
+                gradient.zero_()
+        return
+    chosen = plan(
+        n, v, d, problem.e.dtype, device="cuda" if backend.NAME == "triton" else "cpu", valid=live,
+        need_de=need_de, need_dc=need_dc, need_dbias=need_dbias, workspace=workspace,
+    )  # fmt: skip
+    unit = backend.panel_unit(problem.e.dtype, problem.targets, problem.ignore_index, gradients)
+    e = backend.compact(problem.e, fold.rows[:live], fold.count, out=de)
+    in_place = need_de and de.dtype == torch.float32 and live == n and e is problem.e
+    accumulator = None
+    if need_de:
+        accumulator = de if in_place else torch.empty((live, d), dtype=torch.float32, device=de.device)
+    panel = backend.new_panel(problem.e, live, chosen.panel)
+    for v0 in range(0, v, chosen.panel):
+        v1 = min(v0 + chosen.panel, v)
+        backend.dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel)
+        for a, b in _aligned_pieces(v0, v1):
+            piece = panel[:, a - v0 : b - v0]
+            if need_dc or need_dbias:
+                backend.contract_c(
+                    piece, e, dc[a:b] if need_dc else None, dbias[a:b] if need_dbias else None, unit
+                )
+            if need_de:
+                backend.contract_e(piece, problem.c[a:b], accumulator, first=a == 0)
+    if need_de and not in_place:
+        backend.expand(accumulator, fold.rows, fold.count, live, unit, de)
+
+
+def _aligned_pieces(v0, v1):
+    """A GEMM over an odd extent runs several times slower: the last V mod 8 columns are one of their own."""
+    cut = v1 - (v1 - v0) % ALIGNED
+    return [(a, b) for a, b in ((v0, cut), (cut, v1)) if a < b]
