@@ -79,6 +79,7 @@ def plan(
     *,
     device: str = "cuda",
     valid: int | None = None,
+    compacted: bool | None = None,
     need_de: bool = True,
     need_dc: bool = True,
     need_dbias: bool = False,
@@ -93,6 +94,7 @@ def plan(
         dtype: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32`` (or its name).
         device: ``"cuda"`` for the Triton kernels, any other name for the plain torch backend.
         valid: tokens whose target is not ignored; all of them by default.
+        compacted: whether the valid rows of e are copied together; by default where any row is ignored.
         need_de, need_dc, need_dbias: which gradients are wanted.
         workspace: byte budget over inputs and gradients. Default: max(64 MiB, bytes of e and c, the minimum).
         schedule: ``"auto"`` or ``"recompute"``.
@@ -108,20 +110,21 @@ def plan(
     if itemsize is None:
         raise TypeError(f"dtype: got {dtype}, accepted are bfloat16, float16 and float32")
     valid = n if valid is None else valid
+    compacted = valid < n if compacted is None else compacted
     backward = need_de or need_dc or need_dbias
     fixed, per_column, parts = {}, {}, {"both:row state": STATE_BYTES * n}
     if device == "cuda":
         splits = splits or forward_splits(n, v, d, block_m=128, block_n=256, processors=132)
         parts["forward:split partials"] = 8 * splits * n
         if backward:
-            in_place = name == "float32" and valid == n
+            in_place = name == "float32" and not compacted
             fixed["backward:dE accumulator"] = 4 * valid * d * (need_de and not in_place)
-            fixed["backward:compacted e"] = itemsize * valid * d * (valid < n and not need_de)
+            fixed["backward:compacted e"] = itemsize * valid * d * (compacted and not need_de)
             per_column["backward:panel"] = itemsize * valid
             per_column["backward:fp32 dC panel"] = 4 * d * (name == "float16" and need_dc)
     else:
         splits, widened, tile = 1, itemsize < 4, min(v, PANEL_STEP)
-        copied = 4 * valid * d * (widened or valid < n)
+        copied = 4 * valid * d * (widened or compacted)
         parts["forward:fp32 operands"] = copied + 4 * tile * d * widened
         parts["forward:logits"] = 8 * valid * tile
         if backward:

@@ -25,18 +25,20 @@ def select(targets, ignore_index, v):
 
 
 def count_on_host(count, n):
-    return int(count)
+    return int(count), True
 
 
 def fold_splits(n, v, d, dtype, device):
     return 1
 
 
-def compact(e, rows, count, out=None):
-    """The valid rows in fp32; `out`, in the dtype of e, is of no use here."""
-    if rows.numel() == e.shape[0]:
-        return e.float()
-    return e[rows.long()].float()
+def _widened(e, index):
+    return e.float() if index.numel() == e.shape[0] else e[index].float()
+
+
+def compact(e, rows, count, live, known, de):
+    """The valid rows in fp32. They do not fit into the storage of a 16-bit dE, which is therefore left alone."""
+    return _widened(e, rows[:live].long())
 
 
 def _tile_logits(problem, e, v0, v1, out=None):
@@ -59,7 +61,7 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
     n, (v, _) = problem.e.shape[0], problem.c.shape
     live = int(count)
     index = rows[:live].long()
-    e, y = compact(problem.e, rows[:live], count), problem.targets[index].long()
+    e, y = _widened(problem.e, index), problem.targets[index].long()
     m = e.new_full((live,), -torch.inf)
     s, z_y, tilt, weighted = (torch.zeros_like(m) for _ in range(4))
     weight_seen = m.new_zeros(())
@@ -169,7 +171,7 @@ def contract_e(panel, c, accumulator, first):
         accumulator.addmm_(panel, c.float())
 
 
-def expand(accumulator, rows, count, live, unit, de):
+def expand(accumulator, rows, count, live, known, unit, de):
     """dE rows in their own dtype; exactly 0 where the target is ignored."""
     if live < de.shape[0]:
         de.zero_()

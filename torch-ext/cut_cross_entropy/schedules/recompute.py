@@ -32,19 +32,19 @@ def row_gradients(problem, nll, lse, smooth, entropy):
 def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, workspace, de, dc, dbias):
     """dC[panel] = panel.T @ e, one plain write each; dE = sum over panels of panel @ c[panel], in fp32, rounded once."""
     (n, d), v = problem.e.shape, problem.c.shape[0]
-    live = backend.count_on_host(fold.count, n) if n else 0
+    live, known = backend.count_on_host(fold.count, n) if n else (0, True)
     if live == 0 or d == 0:
         for gradient in (de, dc, dbias):
             if gradient is not None:
                 gradient.zero_()
         return
     chosen = plan(
-        n, v, d, problem.e.dtype, device="cuda" if backend.NAME == "triton" else "cpu", valid=live,
+        n, v, d, problem.e.dtype, device="cuda" if backend.NAME == "triton" else "cpu", valid=live, compacted=not known or live < n,
         need_de=need_de, need_dc=need_dc, need_dbias=need_dbias, workspace=workspace,
     )  # fmt: skip
     unit = backend.panel_unit(problem.e.dtype, problem.targets, problem.ignore_index, gradients)
-    e = backend.compact(problem.e, fold.rows[:live], fold.count, out=de)
-    in_place = need_de and de.dtype == torch.float32 and live == n and e is problem.e
+    e = backend.compact(problem.e, fold.rows, fold.count, live, known, de)
+    in_place = need_de and de.dtype == torch.float32 and e is problem.e
     accumulator = None
     if need_de:
         accumulator = de if in_place else torch.empty((live, d), dtype=torch.float32, device=de.device)
@@ -61,7 +61,7 @@ def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, wo
             if need_de:
                 backend.contract_e(piece, problem.c[a:b], accumulator, first=a == 0)
     if need_de and not in_place:
-        backend.expand(accumulator, fold.rows, fold.count, live, unit, de)
+        backend.expand(accumulator, fold.rows, fold.count, live, known, unit, de)
 
 
 def _aligned_pieces(v0, v1):

@@ -1,1 +1,17 @@
-raise ImportError("not yet")
+"""The primitives as Triton kernels, for CUDA (compute capability 8.0 and up) and ROCm."""
+
+import triton
+import triton.tools.tensor_descriptor  # noqa: F401  Triton 3.4 and up
+
+from .contract import contract_c, contract_e
+from .dlogits import dlogits, new_panel, panel_unit
+from .fold import fold, fold_splits
+from .launch import launches
+from .rows import compact, count_on_host, expand, select
+
+NAME = "triton"
+
+__all__ = [
+    "NAME", "compact", "contract_c", "contract_e", "count_on_host", "dlogits", "expand", "fold", "fold_splits",
+    "launches", "new_panel", "panel_unit", "select",
+]  # fmt: skip

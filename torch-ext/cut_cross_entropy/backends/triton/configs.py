@@ -1,0 +1,91 @@
+"""Tile shapes: one table, by architecture class. Nothing here is measured at run time or asked of a driver at import.
+
+Shared memory per block bounds stages * (BM + BN) * BK * itemsize (plus the stored tile where a descriptor stores it):
+163 KB on 8.0, 99 KB on 8.6, 8.9 and 12.0, 227 KB on 9.0 and 10.0, 64 KB on gfx9.
+"""
+
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Tile(NamedTuple):
+    """BM tokens by BN columns, BK of the hidden size at a time."""
+
+    BM: int
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+
+class Config(NamedTuple):
+    """`fold` and `dlogits` multiply the same operands and differ in their epilogues; `fp32` is IEEE arithmetic."""
+
+    fold: Tile
+    dlogits: Tile
+    fp32: Tile
+    descriptors: bool
+
+
+CONFIGS = {
+    # 128 x 256 x 64 with descriptors runs at the speed of cuBLAS; 128 x 128 loses 15 to 30 %.
+    "sm90": Config(Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(64, 64, 32, 4, 2), descriptors=True),
+    "sm80": Config(Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(64, 64, 32, 4, 2), descriptors=False),
+    "sm86": Config(Tile(128, 128, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(64, 64, 32, 4, 2), descriptors=False),
+    "gfx9": Config(Tile(128, 128, 32, 8, 2), Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2), descriptors=False),
+    "interpreter": Config(Tile(16, 32, 16, 1, 1), Tile(16, 32, 16, 1, 1), Tile(16, 32, 16, 1, 1), descriptors=True),
+}
+
+# Row blocks that share a classifier tile in L2 while they are in flight.
+GROUP = 16
+# The forward runs over all rows while at least DENSE / 8 of them are valid, and over the list of valid rows below that.
+DENSE = 7
+
+
+def architecture(capability, hip=False):
+    """The row of CONFIGS for a compute capability."""
+    if hip:
+        return "gfx9"
+    if capability < (8, 0):
+        raise RuntimeError(f"compute capability {capability[0]}.{capability[1]} is below 8.0, the least that is supported")
+    if capability in ((9, 0), (10, 0), (10, 3)):
+        return "sm90"
+    return "sm80" if capability in ((8, 0), (8, 7)) else "sm86"
+
+
+@functools.cache
+def config_of(device):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return CONFIGS["interpreter"]
+    return CONFIGS[architecture(torch.cuda.get_device_capability(device), torch.version.hip is not None)]
+
+
+@functools.cache
+def processors_of(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def describable(t):
+    """A tensor descriptor needs a 16-byte aligned base and row stride, and contiguous columns."""
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(1) == 1
+
+
+def operand(t, rows, columns, config):
+    """What a kernel gets of a matrix: a descriptor of [rows, columns] blocks where the device and layout allow it."""
+    if config.descriptors and describable(t) and t.dtype != torch.float32:
+        return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns]), True
+    return t, False
+
+
+def precision_of(dtype):
+    """fp32 products are IEEE unless the matmul setting of torch in force allows TF32."""
+    if dtype != torch.float32 or not torch.cuda.is_available():
+        return "ieee"
+    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if setting is None or setting == "none":
+        setting = getattr(torch.backends, "fp32_precision", "ieee")
+    return "tf32" if setting == "tf32" else "ieee"

@@ -1,0 +1,135 @@
+"""The panel of gradients with respect to the logits, rebuilt from e, c and the row state.
+
+    log p_v = (z_v - m) - log s
+    dz_v    = nll * (p_v - [v = y]) + rest * p_v - smooth * w_v - entropy * p_v * (log p_v + H)
+
+with the upstream gradients of the row, in fp32, then times dz/d(e.c) and rounded once. At the target's column
+p - 1 = expm1(-loss), so that a confident token keeps its gradient. Reads e and c[panel], 20 to 40 bytes per row; writes
+itemsize * n * BV bytes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import configs
+from .launch import launch
+from .logits import grouped, logit_arguments, tile_dot, transform
+from .math import exp, expm1
+
+
+@triton.jit
+def row_vector(values, o_m, m_m, stride, PRESENT: tl.constexpr):
+    """values[o_m] in fp32, 0 where it is absent or masked."""
+    b = tl.zeros(o_m.shape, dtype=tl.float32)
+    if PRESENT:
+        b = tl.load(values + o_m * stride, mask=m_m, other=0.0).to(tl.float32)
+    return b
+
+
+@triton.jit(do_not_specialize=["live", "V", "width", "i_v0", "s_nll", "s_rest", "s_smooth", "s_entropy"])
+def dlogits_kernel(
+    e, c, bias, weight, panel,
+    targets, rows, count, m, log_s, loss, entropy,  # row state
+    g_nll, g_rest, g_smooth, g_entropy, unit,  # upstream gradients [N]
+    live, V, D, width, i_v0, softcap, scale, inv_temperature, factor,
+    stride_e, stride_c, stride_panel, s_nll, s_rest, s_smooth, s_entropy,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, PANEL_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_UNIT: tl.constexpr,
+    HAS_NLL: tl.constexpr, HAS_REST: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+):  # fmt: skip
+    i_m, i_t = grouped(tl.program_id(0), tl.cdiv(live, BM), tl.cdiv(width, BN), GROUP)
+    i_m = i_m * BM
+    i_v = i_v0 + i_t * BN
+    o_m = i_m + tl.arange(0, BM)
+    o_v = i_v + tl.arange(0, BN)
+    b_z = tile_dot(
+        e, c, i_m, tl.minimum(o_m, live - 1).to(tl.int64), i_v, V, D, stride_e, stride_c,
+        BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
+    )  # fmt: skip
+    b_z, b_tanh = transform(
+        b_z, bias, o_v, V, softcap, scale, inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, HAS_TEMPERATURE
+    )
+
+    m_m = o_m < tl.load(count)
+    o_n = tl.load(rows + o_m, mask=m_m, other=0).to(tl.int64)
+    b_y = tl.load(targets + o_n, mask=m_m, other=-1).to(tl.int64)
+    b_scale = factor
+    if HAS_UNIT:
+        b_scale = factor * tl.load(unit)
+    b_nll = row_vector(g_nll, o_n, m_m, s_nll, HAS_NLL) * b_scale
+    b_rest = row_vector(g_rest, o_n, m_m, s_rest, HAS_REST) * b_scale
+
+    b_log_p = (b_z - row_vector(m, o_n, m_m, 1, True)[:, None]) - row_vector(log_s, o_n, m_m, 1, True)[:, None]
+    b_p = exp(b_log_p)
+    b_dz = (b_nll + b_rest)[:, None] * b_p
+    if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
+        b_q = b_nll * expm1(-row_vector(loss, o_n, m_m, 1, True))
+        b_dz = tl.where(o_v[None, :] == b_y[:, None], b_q[:, None] + b_rest[:, None] * b_p, b_dz)
+    if HAS_ENTROPY:
+        b_h = row_vector(entropy, o_n, m_m, 1, True)
+        b_g = row_vector(g_entropy, o_n, m_m, s_entropy, True) * b_scale
+        b_dz -= b_g[:, None] * tl.where(b_p > 0.0, b_p * (b_log_p + b_h[:, None]), b_p)
+    if HAS_SMOOTH:
+        b_w = tl.full([BN], 1.0, dtype=tl.float32)
+        if HAS_WEIGHT:
+            b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+        b_dz -= (row_vector(g_smooth, o_n, m_m, s_smooth, True) * b_scale)[:, None] * b_w[None, :]
+    if HAS_SOFTCAP:
+        b_dz *= 1.0 - b_tanh * b_tanh
+    if PANEL_DESCRIPTOR:
+        panel.store([i_m, i_t * BN], b_dz.to(panel.dtype))
+    else:
+        p_panel = panel + o_m.to(tl.int64)[:, None] * stride_panel + (i_t * BN + tl.arange(0, BN))[None, :]
+        tl.store(p_panel, b_dz.to(panel.dtype.element_ty), mask=(o_m < live)[:, None] & (o_v < i_v0 + width)[None, :])
+
+
+def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
+    """panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
+    c, device = problem.c, e.device
+    config = configs.config_of(device)
+    tile = config.fp32 if e.dtype == torch.float32 else config.dlogits
+    scalars, flags = logit_arguments(problem)
+    bias, *scalars = scalars
+    e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
+    c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
+    panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config)
+    upstream = (gradients.nll, gradients.rest, gradients.smooth, gradients.entropy)
+    width = v1 - v0
+    launch(
+        dlogits_kernel, triton.cdiv(live, tile.BM) * triton.cdiv(width, tile.BN), device,
+        e_operand, c_operand, bias, problem.weight, panel_operand,
+        problem.targets, fold.rows, fold.count, fold.m, fold.log_s, fold.nll, fold.entropy,
+        *upstream, unit,
+        live, c.shape[0], c.shape[1], width, v0, *scalars, problem.scale / problem.temperature,
+        e.stride(0), c.stride(0), panel.stride(0), *(0 if g is None else g.stride(0) for g in upstream),
+        BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP,
+        E_DESCRIPTOR=e_descriptor, C_DESCRIPTOR=c_descriptor, PANEL_DESCRIPTOR=panel_descriptor,
+        EVEN_D=c.shape[1] % tile.BK == 0, PRECISION=configs.precision_of(e.dtype), **flags,
+        HAS_WEIGHT=problem.weight is not None, HAS_UNIT=unit is not None,
+        HAS_NLL=gradients.nll is not None, HAS_REST=gradients.rest is not None,
+        HAS_SMOOTH=gradients.smooth is not None, HAS_ENTROPY=gradients.entropy is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def panel_unit(dtype, targets, ignore_index, gradients):
+    """fp16 only: the power of two that brings the largest finite upstream gradient to about 2^10, a 0-d tensor.
+
+    fp16 has few exponents: an upstream of 1/N would end among its subnormals. bf16 and fp32 need no unit.
+    """
+    if dtype != torch.float16:
+        return None
+    valid, largest = targets != ignore_index, []
+    for g in (gradients.nll, gradients.rest, gradients.smooth, gradients.entropy):
+        if g is not None:
+            largest.append(torch.where(valid & g.isfinite(), g, 0.0).abs().amax())
+    exponent = torch.frexp(torch.stack(largest).amax()).exponent
+    return torch.ldexp(torch.ones((), device=targets.device), (10 - exponent).clamp(-100, 100))
+
+
+def new_panel(e, live, width):
+    return torch.empty((live, width), dtype=e.dtype, device=e.device)

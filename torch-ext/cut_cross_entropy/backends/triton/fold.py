@@ -1,0 +1,224 @@
+"""The fold: one pass over the vocabulary that keeps, per row, the max, the sum of exponentials and the target's logit.
+
+For each tile of logits, still in registers:
+
+    m' = max(m, max_v z_v)      s' = s * exp(m - m') + sum_v exp(z_v - m')      z_y where the target's column goes by
+
+A program owns one block of rows and one split of the vocabulary; `merge_kernel` combines the splits in order. Reads
+e once per split and c once per row block (from L2 where GROUP row blocks run side by side); writes 8 bytes per row and
+split. The options add per row: sum w z (label smoothing), sum exp(z - m)(z - m) (entropy), argmax.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...planner import forward_splits
+from ...problem import Fold
+from . import configs
+from .launch import launch
+from .logits import grouped, logit_arguments, tile_dot, transform
+from .math import exp
+
+
+@triton.jit
+def base_of(b_m):
+    """The max as an offset that can be subtracted: 0 while every logit so far is -inf."""
+    return tl.where(b_m == float("-inf"), 0.0, b_m)
+
+
+@triton.jit(do_not_specialize=["N", "V", "splits"])
+def fold_kernel(
+    e, c, bias, weight, targets, rows, count,  # inputs
+    part_m, part_s, part_weighted, part_tilt, part_argmax, target_logit,  # [splits, N] each, [N]
+    N, V, D, splits, softcap, scale, inv_temperature,
+    stride_e, stride_c,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
+    LISTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
+):  # fmt: skip
+    i_m, i_s = grouped(tl.program_id(0), tl.cdiv(N, BM), splits, GROUP)
+    i_m = i_m * BM
+    live = tl.load(count)
+    # Of the two launches, over all rows and over the list of valid ones, one does the work.
+    if (live.to(tl.int64) * 8 >= N.to(tl.int64) * DENSE) == LISTED:
+        return
+    o_m = i_m + tl.arange(0, BM)
+    if LISTED:
+        if i_m >= live:
+            return
+        m_m = o_m < live
+        o_m = tl.load(rows + o_m, mask=m_m, other=0)
+    else:
+        m_m = o_m < N
+        o_m = tl.minimum(o_m, N - 1)
+    b_y = tl.load(targets + o_m, mask=m_m, other=-1).to(tl.int64)
+    o_m = o_m.to(tl.int64)
+
+    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
+    b_s = tl.zeros([BM], dtype=tl.float32)
+    b_target = tl.zeros([BM], dtype=tl.float32)
+    b_weighted = tl.zeros([BM], dtype=tl.float32)
+    b_tilt = tl.zeros([BM], dtype=tl.float32)
+    b_argmax = tl.zeros([BM], dtype=tl.int32)
+
+    tiles = tl.cdiv(V, BN)
+    first = (tiles.to(tl.int64) * i_s // splits).to(tl.int32)
+    last = (tiles.to(tl.int64) * (i_s + 1) // splits).to(tl.int32)
+    for i_t in range(first, last):
+        i_v = i_t * BN
+        o_v = i_v + tl.arange(0, BN)
+        b_z = tile_dot(
+            e, c, i_m, o_m, i_v, V, D, stride_e, stride_c,
+            BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
+        )  # fmt: skip
+        b_z, _ = transform(
+            b_z, bias, o_v, V, softcap, scale, inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, HAS_TEMPERATURE
+        )
+        if WANT_SMOOTH:
+            b_wz = b_z
+            if HAS_WEIGHT:
+                b_wz = b_z * tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+            b_weighted += tl.sum(tl.where((o_v < V)[None, :], b_wz, 0.0), 1)
+        if i_v + BN > V:
+            b_z = tl.where((o_v < V)[None, :], b_z, float("-inf"))
+        if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
+            b_target += tl.sum(tl.where(o_v[None, :] == b_y[:, None], b_z, 0.0), 1)
+        if WANT_ARGMAX:
+            b_top, b_at = tl.max(b_z, 1, return_indices=True, return_indices_tie_break_left=True)
+            b_argmax = tl.where(b_top > b_m, i_v + b_at, b_argmax)
+        else:
+            b_top = tl.max(b_z, 1)
+        b_new = tl.maximum(b_m, b_top)
+        b_base = base_of(b_new)
+        b_decay = exp(b_m - b_base)
+        b_z = b_z - b_base[:, None]
+        b_p = exp(b_z)
+        if WANT_ENTROPY:
+            b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
+            b_tilt = b_decay * (b_tilt + b_s * b_drop) + tl.sum(tl.where(b_p > 0.0, b_p * b_z, b_p), 1)
+        b_s = b_s * b_decay + tl.sum(b_p, 1)
+        b_m = b_new
+
+    o_part = i_s.to(tl.int64) * N + o_m
+    tl.store(part_m + o_part, b_m, mask=m_m)
+    tl.store(part_s + o_part, b_s, mask=m_m)
+    if WANT_SMOOTH:
+        tl.store(part_weighted + o_part, b_weighted, mask=m_m)
+    if WANT_ENTROPY:
+        tl.store(part_tilt + o_part, b_tilt, mask=m_m)
+    if WANT_ARGMAX:
+        tl.store(part_argmax + o_part, b_argmax, mask=m_m)
+    tl.store(target_logit + o_m, b_target, mask=m_m & (b_y >= first * BN) & (b_y < last * BN))
+
+
+@triton.jit(do_not_specialize=["N", "V", "splits", "ignore_index"])
+def merge_kernel(
+    targets, target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax, total_weight,
+    nll, lse, smooth, entropy, prediction, m, log_s,  # [N] each
+    N, V, splits, ignore_index,
+    HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    valid = tl.load(targets + o_n, mask=m_n, other=0).to(tl.int64) != ignore_index
+    m_v = m_n & valid
+    b_m = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    b_s = tl.zeros([BLOCK], dtype=tl.float32)
+    b_weighted = tl.zeros([BLOCK], dtype=tl.float32)
+    b_tilt = tl.zeros([BLOCK], dtype=tl.float32)
+    b_argmax = tl.zeros([BLOCK], dtype=tl.int32)
+    o_part = o_n.to(tl.int64)
+    for _ in range(0, splits):
+        b_top = tl.load(part_m + o_part, mask=m_v, other=float("-inf"))
+        b_add = tl.load(part_s + o_part, mask=m_v, other=0.0)
+        b_new = tl.maximum(b_m, b_top)
+        b_base = base_of(b_new)
+        b_decay, b_gain = exp(b_m - b_base), exp(b_top - b_base)
+        if WANT_SMOOTH:
+            b_weighted += tl.load(part_weighted + o_part, mask=m_v, other=0.0)
+        if WANT_ENTROPY:
+            b_more = tl.load(part_tilt + o_part, mask=m_v, other=0.0)
+            b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
+            b_fall = tl.where(b_top == float("-inf"), 0.0, b_top - b_base)
+            b_tilt = b_decay * (b_tilt + b_s * b_drop) + b_gain * (b_more + b_add * b_fall)
+        if WANT_ARGMAX:
+            b_at = tl.load(part_argmax + o_part, mask=m_v, other=0)
+            b_argmax = tl.where(b_top > b_m, b_at, b_argmax)
+        b_s = b_s * b_decay + b_add * b_gain
+        b_m = b_new
+        o_part += N
+    b_log_s = tl.log(b_s)
+    # Both terms are >= 0: the max includes the target's logit and s includes exp(0).
+    b_nll = (b_m - tl.load(target_logit + o_n, mask=m_v, other=0.0)) + b_log_s
+    b_lse = b_m + b_log_s
+    tl.store(nll + o_n, tl.where(valid, b_nll, 0.0), mask=m_n)
+    tl.store(lse + o_n, tl.where(valid, b_lse, 0.0), mask=m_n)
+    tl.store(m + o_n, tl.where(valid, b_m, 0.0), mask=m_n)
+    tl.store(log_s + o_n, tl.where(valid, b_log_s, 0.0), mask=m_n)
+    if WANT_SMOOTH:
+        total = V.to(tl.float32)
+        if HAS_WEIGHT:
+            total = tl.load(total_weight)
+        tl.store(smooth + o_n, tl.where(valid, total * b_lse - b_weighted, 0.0), mask=m_n)
+    if WANT_ENTROPY:
+        tl.store(entropy + o_n, tl.where(valid, b_log_s - b_tilt / b_s, 0.0), mask=m_n)
+    if WANT_ARGMAX:
+        tl.store(prediction + o_n, tl.where(valid, b_argmax, -1).to(tl.int64), mask=m_n)
+
+
+def fold_splits(n, v, d, dtype, device):
+    tile = tile_of(configs.config_of(device), dtype)
+    return forward_splits(
+        n, v, d, block_m=tile.BM, block_n=tile.BN, processors=configs.processors_of(device)
+    )
+
+
+def tile_of(config, dtype):
+    return config.fp32 if dtype == torch.float32 else config.fold
+
+
+def fold(problem, rows, count, splits, want_smooth, want_entropy, want_prediction):
+    e, c = problem.e, problem.c
+    (n, d), v, device = e.shape, c.shape[0], e.device
+    config = configs.config_of(device)
+    tile = tile_of(config, e.dtype)
+
+    def new(*shape, wanted=True, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=device) if wanted else None
+
+    nll, lse, m, log_s, target_logit = (new(n) for _ in range(5))
+    smooth, entropy = new(n, wanted=want_smooth), new(n, wanted=want_entropy)
+    prediction = new(n, wanted=want_prediction, dtype=torch.int64)
+    if n == 0:
+        return Fold(nll, lse, smooth, entropy, prediction, m, log_s, rows, count)
+    part_m, part_s = new(splits, n), new(splits, n)
+    part_weighted, part_tilt = new(splits, n, wanted=want_smooth), new(splits, n, wanted=want_entropy)
+    part_argmax = new(splits, n, wanted=want_prediction, dtype=torch.int32)
+    weighted = want_smooth and problem.weight is not None
+    wants = dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth, WANT_ENTROPY=want_entropy, WANT_ARGMAX=want_prediction)
+    scalars, flags = logit_arguments(problem)
+    bias, *scalars = scalars
+    c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
+    e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
+    for listed in (False, True):
+        described = e_descriptor and not listed
+        launch(
+            fold_kernel, triton.cdiv(n, tile.BM) * splits, device,
+            e_operand if described else e, c_operand, bias, problem.weight, problem.targets, rows, count,
+            part_m, part_s, part_weighted, part_tilt, part_argmax, target_logit,
+            n, v, d, splits, *scalars, e.stride(0), c.stride(0),
+            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP, DENSE=configs.DENSE, LISTED=listed,
+            E_DESCRIPTOR=described, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
+            PRECISION=configs.precision_of(e.dtype), **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    launch(
+        merge_kernel, triton.cdiv(n, 128), device,
+        problem.targets, target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax,
+        problem.weight.float().sum() if weighted else None,
+        nll, lse, smooth, entropy, prediction, m, log_s, n, v, splits, problem.ignore_index, **wants, BLOCK=128,
+    )  # fmt: skip
+    return Fold(nll, lse, smooth, entropy, prediction, m, log_s, rows, count)

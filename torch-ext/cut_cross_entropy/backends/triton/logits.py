@@ -1,0 +1,79 @@
+"""A tile of logits: the matrix product on the tensor cores, and what turns a dot product into a logit.
+
+z [BM, BN] = softcap * tanh((e[rows] @ c[columns].T + bias) * scale / softcap) * inv_temperature, in fp32.
+"""
+
+import triton
+import triton.language as tl
+
+from .math import tanh
+
+
+@triton.jit
+def grouped(i, blocks, others, GROUP: tl.constexpr):
+    """Program number -> (row block, other index): GROUP row blocks run side by side for each other index."""
+    first = i // (GROUP * others) * GROUP
+    size = tl.minimum(blocks - first, GROUP)
+    j = i - first * others
+    return first + j % size, j // size
+
+
+@triton.jit
+def tile_dot(
+    e,  # [N, D], a descriptor where E_DESCRIPTOR
+    c,  # [V, D], a descriptor where C_DESCRIPTOR
+    i_m, o_m,  # first row of the tile; the rows themselves [BM] int64 where e is a pointer
+    i_v, V, D, stride_e, stride_c,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """e[rows] @ c[i_v : i_v + BN].T. Rows and columns past the end repeat the last one; the caller masks them."""
+    o_v = tl.minimum(i_v + tl.arange(0, BN), V - 1).to(tl.int64)
+    b_z = tl.zeros([BM, BN], dtype=tl.float32)
+    for i_k in range(0, D, BK):
+        o_k = i_k + tl.arange(0, BK)
+        if E_DESCRIPTOR:
+            b_e = e.load([i_m, i_k])
+        elif EVEN_D:
+            b_e = tl.load(e + o_m[:, None] * stride_e + o_k[None, :])
+        else:
+            b_e = tl.load(e + o_m[:, None] * stride_e + o_k[None, :], mask=(o_k < D)[None, :], other=0.0)
+        if C_DESCRIPTOR:
+            b_c = c.load([i_v, i_k])
+        elif EVEN_D:
+            b_c = tl.load(c + o_v[:, None] * stride_c + o_k[None, :])
+        else:
+            b_c = tl.load(c + o_v[:, None] * stride_c + o_k[None, :], mask=(o_k < D)[None, :], other=0.0)
+        b_z = tl.dot(b_e, b_c.T, b_z, input_precision=PRECISION)
+    return b_z
+
+
+@triton.jit
+def transform(
+    b_z, bias, o_v, V, softcap, scale, inv_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+):  # fmt: skip
+    """Dot products -> logits, and the tanh that the derivative of softcap needs."""
+    if HAS_BIAS:
+        b_z += tl.load(bias + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+    if HAS_SCALE:
+        b_z *= scale
+    b_tanh = b_z
+    if HAS_SOFTCAP:
+        b_tanh = tanh(b_z / softcap)
+        b_z = softcap * b_tanh
+    if HAS_TEMPERATURE:
+        b_z *= inv_temperature
+    return b_z, b_tanh
+
+
+def logit_arguments(problem):
+    """Run-time scalars and compile-time flags of `transform`."""
+    scalars = (problem.bias, problem.softcap or 1.0, problem.scale, 1.0 / problem.temperature)
+    flags = dict(
+        HAS_BIAS=problem.bias is not None,
+        HAS_SOFTCAP=problem.softcap is not None,
+        HAS_SCALE=problem.scale != 1.0,
+        HAS_TEMPERATURE=problem.temperature != 1.0,
+    )
+    return scalars, flags

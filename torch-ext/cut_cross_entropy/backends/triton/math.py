@@ -1,0 +1,32 @@
+"""Elementwise functions in fp32, accurate to a few units in the last place and safe at every input."""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp(x):
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 for x <= 0: the series where the difference would cancel."""
+    series = 1.0 + x * (1 / 7)
+    series = 1.0 + x * (1 / 6) * series
+    series = 1.0 + x * (1 / 5) * series
+    series = 1.0 + x * (1 / 4) * series
+    series = 1.0 + x * (1 / 3) * series
+    series = 1.0 + x * (1 / 2) * series
+    return tl.where(x > -0.35, x * series, exp(x) - 1.0)
+
+
+@triton.jit
+def tanh(x):
+    """(1 - u) / (1 + u) with u = exp(-2 |x|), which cannot overflow, and the series near 0, where it would cancel."""
+    a, x2 = tl.abs(x), x * x
+    u = exp(-2.0 * a)
+    series = x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+    return tl.where(a < 0.3, series, tl.where(x < 0, -1.0, 1.0) * (1.0 - u) / (1.0 + u))
