@@ -1,0 +1,1 @@
+"""Measurements: the shapes, the states, float64 truth, timings, and the evidence recorded on a GPU."""

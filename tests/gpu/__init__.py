@@ -1,0 +1,1 @@
+"""Tests on a CUDA device: `make gpu`."""

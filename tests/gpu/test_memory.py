@@ -1,0 +1,33 @@
+"""Measured peaks against the plan, at the shapes and budgets of the benchmarks."""
+
+import pytest
+import torch
+
+from benchmarks.memory import step_memory
+from benchmarks.shapes import SHAPES
+from benchmarks.states import make
+
+pytestmark = [pytest.mark.large, pytest.mark.cuda_only]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_peak_is_as_planned(cce, name):
+    """Between 90 % and 102 % of the plan, over inputs and gradients, and within the budget."""
+    shape = SHAPES[name]
+    s = make(shape.n, shape.v, shape.d)
+    valid = int((s.targets != -100).sum())
+    plan = cce.plan(shape.n, shape.v, shape.d, torch.bfloat16, device="cuda", valid=valid, workspace=shape.workspace)
+    e, c = s.e.requires_grad_(), s.c.requires_grad_()
+    used = step_memory(lambda: cce.linear_cross_entropy(e, c, s.targets, workspace=shape.workspace), (e, c)).workspace
+    assert 0.90 <= used / plan.workspace <= 1.02, f"{used} bytes used, planned:\n{plan}"
+    assert shape.workspace is None or used <= shape.workspace
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_forward_alone_needs_next_to_nothing(cce, name):
+    """At most 1 % of the 16-bit logits without gradients."""
+    shape = SHAPES[name]
+    s = make(shape.n, shape.v, shape.d)
+    with torch.no_grad():
+        used = step_memory(lambda: cce.linear_cross_entropy(s.e, s.c, s.targets)).workspace
+    assert used <= 0.01 * 2 * shape.n * shape.v
