@@ -48,10 +48,12 @@ def run(name: str, workers: int, scratch: Path) -> Outcome:
     """Run one suite; its output goes straight to the terminal."""
     suite = SUITES[name]
     report = scratch / f"{name}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *suite.paths]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", f"--junitxml={report}", *suite.paths]
     if workers > 1:
         command += ["-n", str(workers), "--dist", "loadgroup"]
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | suite.env
+    # Plugins of the system's Python, which .venv can see, are none of ours.
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     print(f"\n== {name}: pytest {' '.join(suite.paths)}", flush=True)
     start = time.monotonic()
     returncode = subprocess.run(command, cwd=ROOT, env=env).returncode
