@@ -220,8 +220,6 @@ def _divide(total, divisor):
     """total / divisor, and 0 with zero gradients where the divisor is 0."""
     if not isinstance(divisor, Tensor):
         return total / divisor if divisor else total * 0.0
-    if not divisor.is_floating_point():
-        return total / divisor.clamp(min=1)
     return torch.where(divisor == 0, 0.0, total / torch.where(divisor == 0, 1.0, divisor))
 
 

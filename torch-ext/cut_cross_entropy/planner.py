@@ -126,11 +126,11 @@ def plan(
         splits, widened, tile = 1, itemsize < 4, min(v, PANEL_STEP)
         copied = 4 * valid * d * (widened or compacted)
         parts["forward:fp32 operands"] = copied + 4 * tile * d * widened
-        parts["forward:logits"] = 8 * valid * tile
+        parts["forward:logits"] = 12 * valid * tile
         if backward:
             fixed["backward:fp32 operands"] = copied + 4 * tile * d * widened
             fixed["backward:dE accumulator"] = 4 * valid * d * need_de
-            fixed["backward:tile"] = 8 * valid * tile
+            fixed["backward:tiles"] = 16 * valid * tile
             per_column["backward:panel"] = 4 * valid
             per_column["backward:fp32 contraction"] = 4 * d * widened
     parts |= {key: size for key, size in fixed.items() if size}

@@ -1,7 +1,7 @@
 """What is computed: the inputs of one call and how a dot product becomes a logit."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from torch import Tensor
 
@@ -39,8 +39,7 @@ class Fold:
     count: Tensor  # int32 [1], how many there are
 
 
-@dataclass(frozen=True, slots=True)
-class RowGradients:
+class RowGradients(NamedTuple):
     """Upstream gradients by row, fp32 [N] of any stride. With q = p - onehot,
 
     dz_v = nll * q_v + rest * p_v - smooth * w_v - entropy * p_v * (log p_v + H)

@@ -7,7 +7,7 @@ at least as close to the definition as those of the Triton kernels. Logits are f
 import torch
 
 from ..planner import PANEL_STEP
-from ..problem import Fold
+from ..problem import Fold, RowGradients
 
 NAME = "torch"
 
@@ -41,20 +41,30 @@ def compact(e, rows, count, live, known, de):
     return _widened(e, rows[:live].long())
 
 
-def _tile_logits(problem, e, v0, v1, out=None):
-    """z[:, v0:v1] in fp32, and tanh where there is a softcap."""
-    z = torch.mm(e, problem.c[v0:v1].float().t(), out=out)
+def _tile_logits(problem, e, v0, v1):
+    """z[:, v0:v1] in fp32."""
+    z = torch.mm(e, problem.c[v0:v1].float().t())
     if problem.bias is not None:
         z += problem.bias[v0:v1].float()
     if problem.scale != 1.0:
         z *= problem.scale
-    capped = None
     if problem.softcap is not None:
-        capped = torch.tanh(z / problem.softcap)
-        torch.mul(capped, problem.softcap, out=z)
+        z.div_(problem.softcap).tanh_().mul_(problem.softcap)
     if problem.temperature != 1.0:
         z /= problem.temperature
-    return z, capped
+    return z
+
+
+def _base(m):
+    """The max as an offset that can be subtracted: 0 while every logit so far is -inf."""
+    return torch.where(m == -torch.inf, 0.0, m)
+
+
+def _joined(m, s, tilt, m_new):
+    """s = sum exp(z - m) and tilt = sum exp(z - m)(z - m), relative to a new max."""
+    decay = torch.exp(m - _base(m_new))
+    drop = torch.where(m == -torch.inf, 0.0, m - _base(m_new))
+    return m_new, s * decay, decay * (tilt + s * drop)
 
 
 def fold(problem, rows, count, splits, want_smooth, want_entropy, want_prediction):
@@ -64,43 +74,47 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
     e, y = _widened(problem.e, index), problem.targets[index].long()
     m = e.new_full((live,), -torch.inf)
     s, z_y, tilt, weighted = (torch.zeros_like(m) for _ in range(4))
-    weight_seen = m.new_zeros(())
-    best, best_id = m.clone(), torch.zeros_like(y)
+    total, argmax = m.new_zeros(()), torch.zeros_like(y)
     for v0 in range(0, v, PANEL_STEP):
         v1 = min(v0 + PANEL_STEP, v)
-        z, _ = _tile_logits(problem, e, v0, v1)
-        here = (y >= v0) & (y < v1)
-        z_y = torch.where(here, z.gather(1, (y - v0).clamp(0, v1 - v0 - 1).unsqueeze(1)).squeeze(1), z_y)
-        top, at = z.max(1)
-        m_new = torch.maximum(m, top)
-        base = torch.where(m_new == -torch.inf, 0.0, m_new)
-        old = torch.where(m == -torch.inf, base, m)
-        if want_prediction:
-            better = (top > best) | (top.isnan() & ~best.isnan())
-            best, best_id = torch.where(better, top, best), torch.where(better, at + v0, best_id)
-        z -= base.unsqueeze(1)
+        z = _tile_logits(problem, e, v0, v1)
         if want_smooth:
             w = z.new_ones(v1 - v0) if problem.weight is None else problem.weight[v0:v1].float()
-            weighted += weight_seen * (old - base) + z @ w
-            weight_seen = weight_seen + w.sum()
+            weighted += z @ w
+            total += w.sum()
+        here = ((y >= v0) & (y < v1)).nonzero().squeeze(1)
+        at = (here, y[here] - v0)
+        z_y[here] = z[at]
+        z[at] = -torch.inf
+        top, id_top = z.max(1)
+        if want_prediction:
+            argmax = torch.where(top > m, id_top + v0, argmax)
+        m, s, tilt = _joined(m, s, tilt, torch.maximum(m, top))
+        z -= _base(m).unsqueeze(1)
         p = torch.exp(z)
-        decay = torch.exp(m - base)
+        s += p.sum(1)
         if want_entropy:
-            tilt = decay * (tilt + s * (old - base)) + torch.where(p > 0, p * z, p).sum(1)
-        s = s * decay + p.sum(1)
-        m = m_new
+            tilt += torch.where(p > 0, p * z, p).sum(1)
+    ahead = m - z_y
+    nll = torch.where(ahead > 0, ahead + torch.log(s + torch.exp(-ahead)), torch.log1p(s * torch.exp(ahead)))
+    if want_prediction:
+        argmax = torch.where((z_y > m) | ((z_y == m) & (y < argmax)), y, argmax)
+    m, s, tilt = _joined(m, s, tilt, torch.maximum(m, z_y))
+    z_y = z_y - _base(m)
+    p = torch.exp(z_y)
+    s, tilt = s + p, tilt + torch.where(p > 0, p * z_y, p)
     log_s = torch.log(s)
+    lse = m + log_s
 
     def spread(values, fill=0):
         return values.new_full((n,), fill).index_copy_(0, index, values)
 
-    base = torch.where(m == -torch.inf, 0.0, m)
     return Fold(
-        nll=spread((m - z_y) + log_s),
-        lse=spread(m + log_s),
-        smooth=spread(weight_seen * ((m - base) + log_s) - weighted) if want_smooth else None,
+        nll=spread(nll),
+        lse=spread(lse),
+        smooth=spread(total * lse - weighted) if want_smooth else None,
         entropy=spread(log_s - tilt / s) if want_entropy else None,
-        prediction=spread(best_id, -1) if want_prediction else None,
+        prediction=spread(argmax, -1) if want_prediction else None,
         m=spread(m),
         log_s=spread(log_s),
         rows=rows,
@@ -116,40 +130,41 @@ def new_panel(e, live, width):
     return torch.empty((live, width), dtype=torch.float32, device=e.device)
 
 
+def _gradient(log_p, q, w, z, g, h, inv_cap):
+    """dz_v of RowGradients, with q = p_v - [v = y] (p_v where None); of a tile or of the targets alone."""
+    p = log_p.exp()
+    dz = torch.zeros_like(p) if g.nll is None else g.nll * (p if q is None else q)
+    if g.rest is not None:
+        dz += g.rest * p
+    if g.smooth is not None:
+        dz -= g.smooth * w
+    if g.entropy is not None:
+        dz -= g.entropy * torch.where(p > 0, p * (log_p + h), p)
+    if inv_cap is not None:
+        dz *= 1 - (z * inv_cap).square()
+    return dz
+
+
 def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
-    """panel[:, : v1 - v0] = dz for the columns v0 to v1 (RowGradients has the formula), times dz/d(e.c)."""
+    """panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
     index = fold.rows[:live].long()
     y = problem.targets[index].long()
     m, log_s, nll = (t[index] for t in (fold.m, fold.log_s, fold.nll))
-    zero = m.new_zeros(())
-    g_nll, g_rest = (zero if g is None else g[index] for g in (gradients.nll, gradients.rest))
+    h = fold.entropy[index] if gradients.entropy is not None else None
+    factor = problem.scale / problem.temperature
+    inv_cap = None if problem.softcap is None else problem.temperature / problem.softcap
+    rows = RowGradients(*(None if g is None else g[index] * factor for g in gradients))
+    columns = RowGradients(*(None if g is None else g.unsqueeze(1) for g in rows))
+    w = y.new_ones((), dtype=torch.float32) if problem.weight is None else problem.weight.float()
+    at_target = _gradient(-nll, torch.expm1(-nll), w[y] if w.dim() else w, (m + log_s) - nll, rows, h, inv_cap)
     for a in range(v0, v1, PANEL_STEP):
         b = min(a + PANEL_STEP, v1)
+        z = _tile_logits(problem, e, a, b)
+        log_p = (z - m.unsqueeze(1)).sub_(log_s.unsqueeze(1))
         tile = panel[:, a - v0 : b - v0]
-        tile, capped = _tile_logits(problem, e, a, b, out=tile)
-        tile -= m.unsqueeze(1)
-        tile -= log_s.unsqueeze(1)
-        log_p = tile.clone() if gradients.entropy is not None else None
-        tile.exp_()
+        tile.copy_(_gradient(log_p, None, w[a:b] if w.dim() else w, z, columns, None if h is None else h.unsqueeze(1), inv_cap))
         here = ((y >= a) & (y < b)).nonzero().squeeze(1)
-        at = (here, y[here] - a)
-        confident = g_nll.expand_as(m)[here] * torch.expm1(-nll[here]) + g_rest.expand_as(m)[here] * tile[at]
-        if log_p is not None:
-            g, h = gradients.entropy[index], fold.entropy[index]
-            tilt = torch.where(tile > 0, tile * (log_p + h.unsqueeze(1)), tile) * g.unsqueeze(1)
-            confident -= tilt[at]
-        tile *= (g_nll + g_rest).expand_as(m).unsqueeze(1)
-        if log_p is not None:
-            tile -= tilt
-        tile[at] = confident
-        if gradients.smooth is not None:
-            w = tile.new_ones(b - a) if problem.weight is None else problem.weight[a:b].float()
-            tile -= torch.outer(gradients.smooth[index], w)
-        if capped is not None:
-            tile *= capped.square_().neg_().add_(1)
-        factor = problem.scale / problem.temperature
-        if factor != 1.0:
-            tile *= factor
+        tile[here, y[here] - a] = at_target[here]
 
 
 def contract_c(panel, e, dc, dbias, unit):

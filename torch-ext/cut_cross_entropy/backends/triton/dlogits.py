@@ -27,12 +27,29 @@ def row_vector(values, o_m, m_m, stride, PRESENT: tl.constexpr):
     return b
 
 
+@triton.jit
+def gradient(
+    log_p, q, w, z, nll, rest, smooth, entropy, h, inv_cap,
+    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """dz_v of the formula above, with q = p_v - [v = y]; of a tile or of the targets alone."""
+    p = exp(log_p)
+    dz = nll * q + rest * p
+    if HAS_SMOOTH:
+        dz -= smooth * w
+    if HAS_ENTROPY:
+        dz -= entropy * tl.where(p > 0.0, p * (log_p + h), p)
+    if HAS_SOFTCAP:
+        dz *= 1.0 - (z * inv_cap) * (z * inv_cap)
+    return dz
+
+
 @triton.jit(do_not_specialize=["live", "V", "width", "i_v0", "s_nll", "s_rest", "s_smooth", "s_entropy"])
 def dlogits_kernel(
     e, c, bias, weight, panel,
     targets, rows, count, m, log_s, loss, entropy,  # row state
     g_nll, g_rest, g_smooth, g_entropy, unit,  # upstream gradients [N]
-    live, V, D, width, i_v0, softcap, scale, inv_temperature, factor,
+    live, V, D, width, i_v0, softcap, scale, inv_temperature, inv_cap, factor,
     stride_e, stride_c, stride_panel, s_nll, s_rest, s_smooth, s_entropy,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, PANEL_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr,
@@ -50,7 +67,7 @@ def dlogits_kernel(
         e, c, i_m, tl.minimum(o_m, live - 1).to(tl.int64), i_v, V, D, stride_e, stride_c,
         BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
     )  # fmt: skip
-    b_z, b_tanh = transform(
+    b_z = transform(
         b_z, bias, o_v, V, softcap, scale, inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, HAS_TEMPERATURE
     )
 
@@ -63,23 +80,31 @@ def dlogits_kernel(
     b_nll = row_vector(g_nll, o_n, m_m, s_nll, HAS_NLL) * b_scale
     b_rest = row_vector(g_rest, o_n, m_m, s_rest, HAS_REST) * b_scale
 
-    b_log_p = (b_z - row_vector(m, o_n, m_m, 1, True)[:, None]) - row_vector(log_s, o_n, m_m, 1, True)[:, None]
-    b_p = exp(b_log_p)
-    b_dz = (b_nll + b_rest)[:, None] * b_p
+    b_smooth = row_vector(g_smooth, o_n, m_m, s_smooth, HAS_SMOOTH) * b_scale
+    b_entropy = row_vector(g_entropy, o_n, m_m, s_entropy, HAS_ENTROPY) * b_scale
+    b_h = row_vector(entropy, o_n, m_m, 1, HAS_ENTROPY)
+    b_m = row_vector(m, o_n, m_m, 1, True)
+    b_log_s = row_vector(log_s, o_n, m_m, 1, True)
+    b_w = tl.full([BN], 1.0, dtype=tl.float32)
+    if HAS_WEIGHT:
+        b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+
+    b_log_p = (b_z - b_m[:, None]) - b_log_s[:, None]
+    b_dz = gradient(
+        b_log_p, exp(b_log_p), b_w[None, :], b_z,
+        b_nll[:, None], b_rest[:, None], b_smooth[:, None], b_entropy[:, None], b_h[:, None], inv_cap,
+        HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+    )  # fmt: skip
     if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
-        b_q = b_nll * expm1(-row_vector(loss, o_n, m_m, 1, True))
-        b_dz = tl.where(o_v[None, :] == b_y[:, None], b_q[:, None] + b_rest[:, None] * b_p, b_dz)
-    if HAS_ENTROPY:
-        b_h = row_vector(entropy, o_n, m_m, 1, True)
-        b_g = row_vector(g_entropy, o_n, m_m, s_entropy, True) * b_scale
-        b_dz -= b_g[:, None] * tl.where(b_p > 0.0, b_p * (b_log_p + b_h[:, None]), b_p)
-    if HAS_SMOOTH:
-        b_w = tl.full([BN], 1.0, dtype=tl.float32)
-        if HAS_WEIGHT:
-            b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
-        b_dz -= (row_vector(g_smooth, o_n, m_m, s_smooth, True) * b_scale)[:, None] * b_w[None, :]
-    if HAS_SOFTCAP:
-        b_dz *= 1.0 - b_tanh * b_tanh
+        b_log_py = -row_vector(loss, o_n, m_m, 1, True)
+        b_wy = row_vector(weight, tl.maximum(b_y, 0), m_m, 1, HAS_WEIGHT)
+        if not HAS_WEIGHT:
+            b_wy += 1.0
+        b_dzy = gradient(
+            b_log_py, expm1(b_log_py), b_wy, (b_m + b_log_s) + b_log_py,
+            b_nll, b_rest, b_smooth, b_entropy, b_h, inv_cap, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+        )  # fmt: skip
+        b_dz = tl.where(o_v[None, :] == b_y[:, None], b_dzy[:, None], b_dz)
     if PANEL_DESCRIPTOR:
         panel.store([i_m, i_t * BN], b_dz.to(panel.dtype))
     else:
@@ -104,7 +129,7 @@ def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
         e_operand, c_operand, bias, problem.weight, panel_operand,
         problem.targets, fold.rows, fold.count, fold.m, fold.log_s, fold.nll, fold.entropy,
         *upstream, unit,
-        live, c.shape[0], c.shape[1], width, v0, *scalars, problem.scale / problem.temperature,
+        live, c.shape[0], c.shape[1], width, v0, *scalars, problem.temperature / (problem.softcap or 1.0), problem.scale / problem.temperature,
         e.stride(0), c.stride(0), panel.stride(0), *(0 if g is None else g.stride(0) for g in upstream),
         BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP,
         E_DESCRIPTOR=e_descriptor, C_DESCRIPTOR=c_descriptor, PANEL_DESCRIPTOR=panel_descriptor,

@@ -1,8 +1,15 @@
-"""The fold: one pass over the vocabulary that keeps, per row, the max, the sum of exponentials and the target's logit.
+"""The fold: one pass over the vocabulary that keeps, per row, the target's logit and, over all other classes, the max
+and the sum of exponentials.
 
-For each tile of logits, still in registers:
+For each tile of logits, still in registers, with the target's column taken out where it goes by:
 
-    m' = max(m, max_v z_v)      s' = s * exp(m - m') + sum_v exp(z_v - m')      z_y where the target's column goes by
+    m' = max(m, max_v z_v)      s' = s * exp(m - m') + sum_v exp(z_v - m')
+
+and at the end, with r = s * exp(m - z_y) the mass of the others relative to the target's,
+
+    loss = log(1 + r)
+
+which keeps the loss of a confident token, and with it its gradient, to full relative precision, and is never negative.
 
 A program owns one block of rows and one split of the vocabulary; `merge_kernel` combines the splits in order. Reads
 e once per split and c once per row block (from L2 where GROUP row blocks run side by side); writes 8 bytes per row and
@@ -18,7 +25,7 @@ from ...problem import Fold
 from . import configs
 from .launch import launch
 from .logits import grouped, logit_arguments, tile_dot, transform
-from .math import exp
+from .math import exp, log1p
 
 
 @triton.jit
@@ -74,7 +81,7 @@ def fold_kernel(
             e, c, i_m, o_m, i_v, V, D, stride_e, stride_c,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
-        b_z, _ = transform(
+        b_z = transform(
             b_z, bias, o_v, V, softcap, scale, inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, HAS_TEMPERATURE
         )
         if WANT_SMOOTH:
@@ -85,7 +92,9 @@ def fold_kernel(
         if i_v + BN > V:
             b_z = tl.where((o_v < V)[None, :], b_z, float("-inf"))
         if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
-            b_target += tl.sum(tl.where(o_v[None, :] == b_y[:, None], b_z, 0.0), 1)
+            b_hit = o_v[None, :] == b_y[:, None]
+            b_target += tl.sum(tl.where(b_hit, b_z, 0.0), 1)
+            b_z = tl.where(b_hit, float("-inf"), b_z)
         if WANT_ARGMAX:
             b_top, b_at = tl.max(b_z, 1, return_indices=True, return_indices_tie_break_left=True)
             b_argmax = tl.where(b_top > b_m, i_v + b_at, b_argmax)
@@ -151,9 +160,23 @@ def merge_kernel(
         b_s = b_s * b_decay + b_add * b_gain
         b_m = b_new
         o_part += N
+    b_y = tl.load(targets + o_n, mask=m_v, other=0).to(tl.int64)
+    b_target = tl.load(target_logit + o_n, mask=m_v, other=0.0)
+    b_ahead = b_m - b_target
+    b_nll = tl.where(
+        b_ahead > 0.0, b_ahead + tl.log(b_s + exp(-b_ahead)), log1p(b_s * exp(tl.where(b_s > 0.0, b_ahead, 0.0)))
+    )
+    if WANT_ARGMAX:
+        b_argmax = tl.where((b_target > b_m) | ((b_target == b_m) & (b_y < b_argmax)), b_y, b_argmax.to(tl.int64))
+    b_new = tl.maximum(b_m, b_target)
+    b_base = base_of(b_new)
+    b_decay, b_gain = exp(b_m - b_base), exp(b_target - b_base)
+    if WANT_ENTROPY:
+        b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
+        b_tilt = b_decay * (b_tilt + b_s * b_drop) + tl.where(b_gain > 0.0, b_gain * (b_target - b_base), b_gain)
+    b_s = b_s * b_decay + b_gain
+    b_m = b_new
     b_log_s = tl.log(b_s)
-    # Both terms are >= 0: the max includes the target's logit and s includes exp(0).
-    b_nll = (b_m - tl.load(target_logit + o_n, mask=m_v, other=0.0)) + b_log_s
     b_lse = b_m + b_log_s
     tl.store(nll + o_n, tl.where(valid, b_nll, 0.0), mask=m_n)
     tl.store(lse + o_n, tl.where(valid, b_lse, 0.0), mask=m_n)
@@ -167,7 +190,7 @@ def merge_kernel(
     if WANT_ENTROPY:
         tl.store(entropy + o_n, tl.where(valid, b_log_s - b_tilt / b_s, 0.0), mask=m_n)
     if WANT_ARGMAX:
-        tl.store(prediction + o_n, tl.where(valid, b_argmax, -1).to(tl.int64), mask=m_n)
+        tl.store(prediction + o_n, tl.where(valid, b_argmax, -1), mask=m_n)
 
 
 def fold_splits(n, v, d, dtype, device):

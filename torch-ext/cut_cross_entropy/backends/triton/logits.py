@@ -53,18 +53,16 @@ def transform(
     b_z, bias, o_v, V, softcap, scale, inv_temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
-    """Dot products -> logits, and the tanh that the derivative of softcap needs."""
+    """Dot products -> logits."""
     if HAS_BIAS:
         b_z += tl.load(bias + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
     if HAS_SCALE:
         b_z *= scale
-    b_tanh = b_z
     if HAS_SOFTCAP:
-        b_tanh = tanh(b_z / softcap)
-        b_z = softcap * b_tanh
+        b_z = softcap * tanh(b_z / softcap)
     if HAS_TEMPERATURE:
         b_z *= inv_temperature
-    return b_z, b_tanh
+    return b_z
 
 
 def logit_arguments(problem):

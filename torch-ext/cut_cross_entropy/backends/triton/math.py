@@ -30,3 +30,10 @@ def tanh(x):
     u = exp(-2.0 * a)
     series = x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
     return tl.where(a < 0.3, series, tl.where(x < 0, -1.0, 1.0) * (1.0 - u) / (1.0 + u))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x >= 0: what rounding took from 1 + x is given back to first order."""
+    y = 1.0 + x
+    return tl.log(y) - ((y - 1.0) - x) / y
