@@ -1,0 +1,231 @@
+"""Time, memory and accuracy on one GPU: `python -m benchmarks.bench [GROUP ...] [--json FILE]`.
+
+Groups: shapes (the large shapes beside the bare GEMMs of the same rounds), small, ignored, host, error, sweep.
+`--tiny --device cpu` runs everything at toy sizes, to try the harness itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import kernel, states, truth  # noqa: E402
+from benchmarks.bars import FLOOR_8, LARGE, MIB, floor_rate, judge, workspace_of  # noqa: E402
+from benchmarks.memory import release, step_memory  # noqa: E402
+from benchmarks.shapes import HOST, SHAPES, SWEEP, Shape  # noqa: E402
+from benchmarks.timing import (  # noqa: E402
+    device_operations,
+    gemm_floors,
+    host_time,
+    interleaved,
+    materialized,
+    training_step,
+)
+
+Record = Callable[[str, dict], None]
+OUT_OF_MEMORY = "out of memory"
+
+
+class Bench:
+    """Each method measures one group and hands finished rows to `record`, so that a killed run keeps them."""
+
+    def __init__(self, cce, record: Record, *, device: str = "cuda", tiny: bool = False):
+        self.cce, self.record, self.device, self.tiny = cce, record, device, tiny
+        self.repeats = 2 if tiny else 10
+
+    def sized(self, shape: Shape) -> Shape:
+        return shape.tiny() if self.tiny else shape
+
+    def inputs(self, shape: Shape, **options) -> states.States:
+        release()
+        s = states.make(shape.n, shape.v, shape.d, torch.bfloat16, self.device, **options)
+        s.e.requires_grad_(), s.c.requires_grad_()
+        return s
+
+    def describe(self, shape: Shape, **budget) -> dict:
+        plan = self.cce.plan(shape.n, shape.v, shape.d, torch.bfloat16, device=self.device, **budget)
+        sizes = {"n": shape.n, "v": shape.v, "d": shape.d, "v_aligned": shape.v_aligned, "dtype": "bfloat16"}
+        return sizes | {"budget": budget.get("workspace"), "plan": str(plan).splitlines()}
+
+    def shapes(self) -> None:
+        for name in LARGE:
+            self.beside_floors(name, self.sized(SHAPES[name]), self.repeats)
+
+    def small(self) -> None:
+        self.beside_floors("small", self.sized(SHAPES["small"]), 4 * self.repeats)
+
+    def beside_floors(self, name: str, shape: Shape, repeats: int) -> None:
+        """Forward alone, forward and backward in its budget, and the bare GEMMs, in the same rounds."""
+        s = self.inputs(shape)
+        leaves, budget = (s.e, s.c), {"workspace": shape.workspace}
+
+        def loss():
+            return self.cce.linear_cross_entropy(*leaves, s.targets, schedule="recompute", **budget)
+
+        def forward():
+            with torch.no_grad():
+                return self.cce.linear_cross_entropy(*leaves, s.targets)
+
+        step = training_step(loss, leaves)
+        row = self.describe(shape, **budget)
+        row["bytes"] = {"step": asdict(step_memory(loss, leaves)), "forward": asdict(step_memory(forward))}
+        steps = {"forward": forward, "step": step} | gemm_floors(s.e.detach(), s.c.detach())
+        if name == "small":
+            for dtype, fp32 in (("bf16", False), ("fp32", True)):
+                usual = training_step(lambda fp32=fp32: materialized(*leaves, s.targets, fp32=fp32), leaves)
+                steps[f"materialized_{dtype}"] = usual
+        row["samples_ms"] = interleaved(steps, repeats=repeats)
+        row["floor_tflops"] = {part: round(floor_rate(**{part: 1})(row), 1) for part in FLOOR_8}
+        self.record(name, row)
+
+    def ignored(self) -> None:
+        """90 % of the targets ignored, scattered at random, beside none."""
+        shape = self.sized(SHAPES["llama3-8b"])
+        s = self.inputs(shape, ignored=0.0)
+        rng = torch.Generator(device=self.device).manual_seed(1)
+        steps = {}
+        for share in (0, 10, 50, 90):
+            ignored = torch.rand(shape.n, generator=rng, device=self.device) < share / 100
+            targets = s.targets.masked_fill(ignored, -100)
+            steps[f"ignored_{share}"] = training_step(
+                lambda targets=targets: self.cce.linear_cross_entropy(s.e, s.c, targets), (s.e, s.c)
+            )
+        row = self.describe(shape)
+        row["samples_ms"] = interleaved(steps, repeats=self.repeats)
+        self.record("ignored", row)
+
+    def host(self) -> None:
+        """Host time where the device has little to do, with as few panels as the default takes and with many."""
+        large = SHAPES["llama3-8b"]
+        panels = self.cce.plan(large.n, large.v, large.d, torch.bfloat16, workspace=large.workspace).panels
+        many = Shape(HOST.n, large.v, 64)
+        budgets = {"host": (HOST, None), "host/panels": (many, self.budget_for_panels(many, panels))}
+        for name, (shape, workspace) in budgets.items():
+            s = self.inputs(shape)
+
+            def loss(s=s, workspace=workspace):
+                return self.cce.linear_cross_entropy(s.e, s.c, s.targets, workspace=workspace)
+
+            step = training_step(loss, (s.e, s.c))
+            row = self.describe(shape, workspace=workspace)
+            row["samples_us"] = {"step": host_time(step, repeats=5 * self.repeats)}
+            row["device_operations"] = device_operations(step)
+            if self.device == "cuda":
+                counter = kernel.launches(self.cce)
+                before = counter.copy()
+                step()
+                row["triton_launches"] = dict(counter - before)
+            self.record(name, row)
+
+    def budget_for_panels(self, shape: Shape, panels: int) -> int | None:
+        """The least budget whose plan has no more than this many panels."""
+        for workspace in range(1 << 16, 1 << 28, 1 << 16):
+            try:
+                plan = self.cce.plan(shape.n, shape.v, shape.d, torch.bfloat16, device=self.device, workspace=workspace)
+            except ValueError:
+                continue
+            if plan.panels <= panels:
+                return workspace
+        return None
+
+    def error(self) -> None:
+        """Against float64 over every row and every class; materialized bf16 beside it."""
+        for name in ("llama3-8b", "gemma2-2b"):
+            shape = self.sized(SHAPES[name])
+            s = self.inputs(shape)
+            inputs = (s.e, s.c, s.targets)
+            exact = truth.truth(s.e.detach(), s.c.detach(), s.targets)
+            row = self.describe(shape, workspace=shape.workspace)
+            row["mean_loss"] = exact.reduced.item()
+            losses = {
+                "values": lambda: self.cce.linear_cross_entropy(*inputs, workspace=shape.workspace),  # noqa: B023
+                "materialized_bf16": lambda: materialized(*inputs, fp32=False),  # noqa: B023
+            }
+            for key, function in losses.items():
+                loss = function()
+                de, dc = torch.autograd.grad(loss, (s.e, s.c))
+                row[key] = {
+                    "loss": abs(loss.item() / exact.reduced.item() - 1),
+                    "de": truth.relative_error(de, exact.de),
+                    "dc": truth.relative_error(dc, exact.dc),
+                }
+            del exact, de, dc
+            self.record(f"error/{name}", row)
+
+    def sweep(self) -> None:
+        """Peak memory and time against tokens, beside materialized logits with an fp32 softmax."""
+        shapes = [Shape(64 << k, 512, 64) for k in range(3)] if self.tiny else SWEEP
+        for shape in shapes:
+            s = self.inputs(shape)
+            row = self.describe(shape)
+            losses = {
+                "kernel": lambda: self.cce.linear_cross_entropy(s.e, s.c, s.targets),  # noqa: B023
+                "materialized": lambda: materialized(s.e, s.c, s.targets),  # noqa: B023
+            }
+            row["bytes"], row["samples_ms"], row["failed"] = {}, {}, {}
+            for name, loss in losses.items():
+                try:
+                    row["bytes"][name] = asdict(step_memory(loss, (s.e, s.c), arena=0))
+                    step = training_step(loss, (s.e, s.c))
+                    row["samples_ms"] |= interleaved({name: step}, repeats=self.repeats // 2, warmup=1)
+                except torch.OutOfMemoryError:
+                    row["failed"][name] = OUT_OF_MEMORY
+                s.e.grad = s.c.grad = None
+                release()
+            self.record(f"sweep/{shape.n}", row)
+
+
+GROUPS = ("shapes", "small", "ignored", "host", "error", "sweep")
+
+
+def summary(name: str, row: dict) -> str:
+    times = {k: f"{median(x):.4g}" for k, x in (row.get("samples_ms") or row.get("samples_us") or {}).items()}
+    memory = {k: f"{workspace_of(row, k) / MIB:.1f}" for k in row.get("bytes", {})}
+    return f"{name}: {times} MiB {memory} {row.get('values', '')} {row.get('floor_tflops', '')} {row.get('failed', '')}"
+
+
+def run(cce, groups, record: Record, **options) -> None:
+    def shown(name: str, row: dict) -> None:
+        print(summary(name, row), flush=True)
+        record(name, row)
+
+    bench = Bench(cce, shown, **options)
+    for group in groups:
+        getattr(bench, group)()
+        release()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"any of {', '.join(GROUPS)} (default: all)")
+    parser.add_argument("--json", type=Path, help="file to write the rows to, after each one")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the harness")
+    args = parser.parse_args()
+    unknown = set(args.groups) - set(GROUPS)
+    if unknown:
+        parser.error(f"unknown group {', '.join(sorted(unknown))}; accepted: {', '.join(GROUPS)}")
+    rows: dict[str, dict] = {}
+
+    def record(name: str, row: dict) -> None:
+        rows[name] = row
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1))
+
+    run(kernel.load(), args.groups or GROUPS, record, device=args.device, tiny=args.tiny)
+    if not args.tiny:
+        print(*judge(rows), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""Run the GPU parts and record them: `python benchmarks/gpu_evidence.py PART ... [--results FILE]`.
+
+correctness   every test in tests/gpu: small ones side by side while they compile, then the large ones alone
+sanitize      compute-sanitizer memcheck and racecheck, and a planted write that must be found
+bench         times beside the bare GEMMs, memory, gradient errors, the sweep over tokens
+
+Each part stays under ten minutes, and writes after every test and measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import bars, kernel, recorder, sanitize  # noqa: E402
+from benchmarks.evidence import RESULTS, Evidence, environment  # noqa: E402
+from tools.source_hash import torch_ext_sha256  # noqa: E402
+
+WORKERS = 8
+NO_TESTS = 5  # pytest's exit status where -k leaves none
+
+
+def correctness(evidence: Evidence, args) -> bool:
+    """pytest over tests/gpu, in its own processes; the recorder plugin writes into the same file."""
+    env = {**os.environ, recorder.PATH: str(evidence.path.resolve())}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-p",
+        "benchmarks.recorder",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += ["-k", args.only] if args.only else []
+    side_by_side = ["-n", str(args.workers), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
+    codes = [
+        subprocess.run([*command, "-m", mark, *options], cwd=ROOT, env=env).returncode
+        for mark, options in (("not large", side_by_side), ("large", []))
+    ]
+    evidence.data = Evidence(evidence.path, evidence.data["torch_ext_sha256"]).data
+    outcomes = [test["outcome"] for test in evidence.data["parts"]["correctness"].get("tests", {}).values()]
+    print(f"correctness: {outcomes.count('passed')} of {len(outcomes)} tests passed")
+    return not any(code not in (0, NO_TESTS) for code in codes)
+
+
+def sanitized(evidence: Evidence, args) -> bool:
+    def record(name: str, entry: dict) -> None:
+        evidence.add("sanitize", "runs", name, entry)
+        found = entry.get("findings", "")
+        print(f"sanitize {name}: ok {entry['ok']}, findings {found}, {entry['seconds']} s", flush=True)
+        if not entry["ok"]:
+            print(entry.get("output", ""))
+
+    return sanitize.run(record, args.tools.split(","))
+
+
+def bench(evidence: Evidence, args) -> bool:
+    from benchmarks.bench import GROUPS, run
+
+    rows = {}
+
+    def record(name: str, row: dict) -> None:
+        rows[name] = row
+        evidence.add("bench", "rows", name, row)
+
+    run(kernel.load(), GROUPS, record, device=args.device, tiny=args.tiny)
+    findings = bars.judge(rows)
+    print(*findings, sep="\n")
+    return all(finding.ok for finding in findings)
+
+
+PARTS = {"correctness": correctness, "sanitize": sanitized, "bench": bench}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the record to merge into")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="pytest processes side by side")
+    parser.add_argument("--tools", default=",".join(sanitize.TOOLS), help="compute-sanitizer tools")
+    parser.add_argument("--only", help="pytest's -k: for a closer look, not for evidence")
+    parser.add_argument("--device", default="cuda", help="cpu with --tiny tries the harness itself")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+
+    cce = kernel.load()
+    evidence = Evidence(args.results, torch_ext_sha256())
+    good = True
+    for part in args.parts:
+        evidence.begin(part, **environment(cce))
+        begun = time.monotonic()
+        passed = PARTS[part](evidence, args)
+        evidence.set(part, seconds=round(time.monotonic() - begun, 1))
+        print(f"{part}: {'passed' if passed else 'FAILED'} in {time.monotonic() - begun:.0f} s", flush=True)
+        good &= passed
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,117 @@
+"""compute-sanitizer over `sanitize_target.py`, with the caching allocator off: every tensor has its own bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.kernel import ROOT, local_build
+
+TARGET = ROOT / "benchmarks" / "sanitize_target.py"
+TOOLS = ("memcheck", "racecheck")
+SECONDS = 480  # a run that takes longer is killed and counts as failed
+SHARES = 6  # processes that compile every kernel beforehand
+# The last line that a tool prints: memcheck's and initcheck's, racecheck's.
+SUMMARIES = (r"ERROR SUMMARY: (\d+) error", r"RACECHECK SUMMARY: (\d+) hazard")
+PLANTED = re.compile(r"Invalid __global__ write")
+
+
+def find_sanitizer() -> str:
+    """compute-sanitizer on PATH or in a CUDA toolkit."""
+    candidates = [shutil.which("compute-sanitizer")]
+    for folder in ("bin", "compute-sanitizer"):
+        candidates += map(str, sorted(Path("/usr/local").glob(f"cuda*/{folder}/compute-sanitizer")))
+    for candidate in candidates:
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    raise FileNotFoundError("compute-sanitizer: not on PATH and not under /usr/local/cuda*")
+
+
+def flags(sanitizer: str, tool: str) -> list[str]:
+    """Padding between allocations where this version can; errors of API calls are torch's to report."""
+    chosen = ["--tool", tool, "--error-exitcode", "86", "--target-processes", "application-only"]
+    if tool == "memcheck":
+        known = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
+        chosen += ["--padding", "4096"] if "--padding" in known else []
+        chosen += ["--report-api-errors", "no"] if "--report-api-errors" in known else []
+    return chosen
+
+
+def parse(tool: str, output: str) -> dict:
+    """findings: what the tool counted, None if it printed no summary. The end of its output where it found anything."""
+    counts = [int(count) for pattern in SUMMARIES for count in re.findall(pattern, output)]
+    entry = {"tool": tool, "findings": counts[-1] if counts else None}
+    if entry["findings"] != 0:
+        entry["output"] = output[:3000] + ("\n...\n" + output[-3000:] if len(output) > 6000 else output[3000:])
+    return entry
+
+
+def start(command: list[str], report: Path) -> tuple[subprocess.Popen, float]:
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "SANITIZE_REPORT": str(report)}
+    out = report.with_suffix(".log").open("w")
+    process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    return process, time.monotonic()
+
+
+def run(record: Callable[[str, dict], None], tools=TOOLS) -> bool:
+    """Every tool over every case, and the planted write under memcheck, all at once. True if each did what it should.
+
+    Processes without a sanitizer run first: they show that the cases run, and leave every kernel compiled.
+    """
+    local_build()
+    sanitizer = find_sanitizer()
+    python = [sys.executable, str(TARGET)]
+    with tempfile.TemporaryDirectory() as scratch:
+        plain = [start([*python, "options", f"{i}/{SHARES}"], Path(scratch) / f"plain{i}.json") for i in range(SHARES)]
+        codes = [finish(process, begun)[0] for process, begun in plain]
+        entry = {"exit": codes, "seconds": round(time.monotonic() - plain[0][1], 1), "ok": not any(codes)}
+        if not entry["ok"]:
+            logs = [path.read_text() for path in sorted(Path(scratch).glob("plain*.log"))]
+            entry["output"] = "\n".join(log[-1000:] for log, code in zip(logs, codes, strict=True) if code)
+        record("without", entry)
+        if not entry["ok"]:
+            return False
+
+        runs = {tool: (tool, "options") for tool in tools} | {"planted": ("memcheck", "planted")}
+        started = {}
+        for name, (tool, mode) in runs.items():
+            command = [sanitizer, *flags(sanitizer, tool), *python, mode]
+            started[name] = start(command, Path(scratch) / f"{name}.json")
+        good = True
+        for name in sorted(started, key=lambda name: name != "planted"):
+            code, seconds = finish(*started[name])
+            entry = {"exit": code, "seconds": seconds} | judge(name, runs[name][0], Path(scratch) / f"{name}.json")
+            good &= entry["ok"]
+            record(name, entry)
+    return good
+
+
+def finish(process: subprocess.Popen, begun: float) -> tuple[int | None, float]:
+    """Exit status and seconds; None if it ran past SECONDS."""
+    try:
+        code = process.wait(timeout=max(1.0, SECONDS - (time.monotonic() - begun)))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the sanitizer and what it watches
+        process.wait()
+        code = None
+    return code, round(time.monotonic() - begun, 1)
+
+
+def judge(name: str, tool: str, report: Path) -> dict:
+    """The tool's count, what the target ran, and whether that is as it should be."""
+    output = report.with_suffix(".log").read_text()
+    entry = parse(tool, output)
+    if name == "planted":
+        entry["found"] = bool(PLANTED.search(output))
+        return entry | {"ok": entry["found"]}
+    ran = json.loads(report.read_text()) if report.exists() else {"cases": [], "launches": {}}
+    return entry | ran | {"ok": entry["findings"] == 0 and bool(ran["cases"]) and bool(ran["launches"])}

@@ -1,0 +1,115 @@
+"""What compute-sanitizer watches: forward and backward at small ragged sizes over paths, dtypes and options.
+
+`sanitize_target.py options [I/K]` runs them, or the I-th of K shares of them; `sanitize_target.py planted` writes past
+the end of a tensor, to show that the tool in use reports such a write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import kernel  # noqa: E402
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CAPPED = {"softcap": 20.0, "logit_scale": 1.3}
+# Each of N, V, D past a tile or short of one; D = 72 has rows that a descriptor can address, D = 67 has not.
+SIZES = {"descriptors": (130, 517, 72), "pointers": (130, 517, 67), "tiny": (3, 5, 8)}
+OPTIONS = {
+    "plain": {},
+    "everything": {"bias": True, "reduction": "none", "return_lse": True, **CAPPED},
+    "panels": {"reduction": "sum", "workspace": True},
+}
+BF16_OPTIONS = {
+    "bias": {"bias": True},
+    "softcap": {"softcap": 20.0},
+    "lse": {"return_lse": True},
+    "shift": {"shift": True, "reduction": "none"},
+    "frozen-e": {"frozen": "e"},
+    "frozen-c": {"frozen": "c"},
+    "ignored": {"ignored": 0.9},
+}
+
+
+def cases():
+    """(name, sizes, dtype, options): the matrix for every dtype, further options for bf16."""
+    for path, sizes in SIZES.items():
+        for dtype in DTYPES:
+            for name, options in (OPTIONS | (BF16_OPTIONS if dtype == torch.bfloat16 else {})).items():
+                yield f"{path}-{str(dtype).removeprefix('torch.')}-{name}", sizes, dtype, options
+
+
+def smallest_workspace(cce, n, v, d, dtype, device) -> int:
+    """The least budget there is, so that the vocabulary is cut into as many panels as it can be."""
+    for budget in range(1 << 12, 1 << 24, 1 << 12):
+        try:
+            cce.plan(n, v, d, dtype, device=device, need_dbias=True, workspace=budget)
+        except ValueError:
+            continue
+        return budget
+    return 1 << 24
+
+
+def run_case(cce, sizes, dtype, options, device="cuda") -> None:
+    n, v, d = sizes
+    options = dict(options)
+    rng = torch.Generator().manual_seed(n + v + d)
+    e, c, bias = (torch.randn(*shape, generator=rng).to(device, dtype) for shape in ((n, d), (v, d), (v,)))
+    targets = torch.randint(v, (n,), generator=rng)
+    targets[torch.rand(n, generator=rng) < options.pop("ignored", 0.2)] = -100
+    frozen = options.pop("frozen", None)
+    leaves = {"e": e, "c": c} | ({"bias": bias} if options.pop("bias", False) else {})
+    for name, t in leaves.items():
+        t.requires_grad_(name != frozen)
+    if options.get("workspace"):
+        options["workspace"] = smallest_workspace(cce, n, v, d, dtype, device)
+    out = cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options)
+    out = out if isinstance(out, tuple) else (out,)
+    sum(x.sum() for x in out).backward()
+    with torch.no_grad():
+        cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options)
+
+
+def run_options(share: str = "0/1", device: str = "cuda") -> dict:
+    cce = kernel.load()
+    names = []
+    first, step = map(int, share.split("/"))
+    for name, sizes, dtype, options in list(cases())[first::step]:
+        run_case(cce, sizes, dtype, options, device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        names.append(name)
+    return {"cases": names, "launches": dict(kernel.launches(cce)) if device == "cuda" else {}}
+
+
+@triton.jit
+def unmasked_store(x, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), 1.0)
+
+
+def run_planted() -> dict:
+    """1000 elements, 1024 lanes."""
+    x = torch.zeros(1000, device="cuda")
+    unmasked_store[(1,)](x, BLOCK=1024)
+    torch.cuda.synchronize()
+    return {"cases": ["planted"], "launches": {"unmasked_store": 1}}
+
+
+def main() -> None:
+    mode, *arguments = sys.argv[1:] or ["options"]
+    report = {"options": run_options, "planted": run_planted}[mode](*arguments)
+    if "SANITIZE_REPORT" in os.environ:
+        Path(os.environ["SANITIZE_REPORT"]).write_text(json.dumps(report))
+    print(f"{mode}: {len(report['cases'])} cases, {sum(report['launches'].values())} launches", flush=True)
+
+
+if __name__ == "__main__":
+    main()

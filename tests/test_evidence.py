@@ -1,0 +1,185 @@
+"""The checker of the GPU evidence: good evidence passes, and each way of being bad is named."""
+
+import copy
+import json
+
+import pytest
+
+from benchmarks import bars
+from benchmarks.evidence import Evidence
+from benchmarks.recorder import summary
+from benchmarks.sanitize import parse
+from benchmarks.shapes import SHAPES
+from tools.check_evidence import NO_BUDGET, SIZES, check, collected
+
+SHA = "0123456789abcdef" * 4
+NODES = {"tests/gpu/test_a.py::test_x", "tests/gpu/test_a.py::test_y[bf16]"}
+SPEED = 700e9  # operations per millisecond of the synthetic floors
+
+
+def gemm(shape):
+    return 2 * shape.n * shape.v_aligned * shape.d / SPEED
+
+
+def bench_row(name, shape):
+    """A row that meets its bars with a little room."""
+    row = {"n": shape.n, "v": shape.v, "d": shape.d, "v_aligned": shape.v_aligned}
+    row["budget"] = None if name in NO_BUDGET else shape.workspace
+    one = gemm(shape)
+    times = {"z": one, "de": one, "dc": one, "forward": 1.05 * one, "step": 4.2 * one, "materialized_bf16": 3.1 * one}
+    if name.startswith("sweep/"):
+        times = {"kernel": 4.2 * one}
+        row["failed"] = {"materialized": "out of memory"}
+    if name == "ignored":
+        times = {"ignored_0": 4.2 * one, "ignored_90": 0.5 * one}
+    if name == "host":
+        row["samples_us"] = {"step": [250.0] * 9}
+    elif name.startswith("error/"):
+        row["values"] = {"loss": 1e-6, "de": 2.7e-3, "dc": 2.5e-3}
+    else:
+        row["samples_ms"] = {step: [0.99 * ms, ms, ms, ms, 1.2 * ms] for step, ms in times.items()}
+    used = {"before": 10**9, "gradients": 10**9}
+    row["bytes"] = {
+        "step": used | {"peak": 2 * 10**9 + 300 * bars.MIB},
+        "forward": {"before": 10**9, "gradients": 0, "peak": 10**9 + shape.n * shape.v // 100},
+    }
+    return row
+
+
+@pytest.fixture
+def evidence():
+    part = {
+        "device": "NVIDIA H200", "driver": "580", "torch": "2.11", "triton": "3.6", "date": "2026", "seconds": 100.0,
+        "module": f"_cut_cross_entropy_cuda_{SHA[:7]}",
+    }  # fmt: skip
+    clean = {"findings": 0, "cases": ["plain"], "launches": {"fold": 3}}
+    return copy.deepcopy(
+        {
+            "torch_ext_sha256": SHA,
+            "parts": {
+                "correctness": part | {"tests": {node: {"outcome": "passed", "seconds": 1.0} for node in NODES}},
+                "sanitize": part | {"runs": {"memcheck": clean, "racecheck": clean, "planted": {"found": True}}},
+                "bench": part | {"rows": {name: bench_row(name, shape) for name, shape in SIZES.items()}},
+            },
+        }
+    )
+
+
+def test_good_evidence_has_no_problem(evidence):
+    assert check(json.loads(json.dumps(evidence)), SHA, NODES) == []
+
+
+def rows(evidence):
+    return evidence["parts"]["bench"]["rows"]
+
+
+def recorded(evidence):
+    return evidence["parts"]["correctness"]["tests"]
+
+
+def runs(evidence):
+    return evidence["parts"]["sanitize"]["runs"]
+
+
+def slower(row, step, factor):
+    row["samples_ms"][step] = [factor * x for x in row["samples_ms"][step]]
+
+
+BAD = {
+    "other sources": (lambda x: x.update(torch_ext_sha256="f" * 64), "the present ones are"),
+    "no bench": (lambda x: x["parts"].pop("bench"), "part bench: not recorded"),
+    "other card": (lambda x: x["parts"]["bench"].update(device="NVIDIA A100"), "ran on NVIDIA A100"),
+    "no driver": (lambda x: x["parts"]["bench"].update(driver=None), "driver is not recorded"),
+    "torch backend": (lambda x: x["parts"]["correctness"].update(module="_cut_cross_entropy_cpu_0123456"), "loaded"),
+    "killed part": (lambda x: x["parts"]["sanitize"].pop("seconds"), "did not finish"),
+    "missing node": (
+        lambda x: recorded(x).pop("tests/gpu/test_a.py::test_x"),
+        "test not recorded: tests/gpu/test_a.py",
+    ),
+    "extra node": (lambda x: recorded(x).update(z={"outcome": "passed"}), "recorded but not in tests/gpu: z"),
+    "failed test": (lambda x: recorded(x)["tests/gpu/test_a.py::test_x"].update(outcome="failed"), "test failed:"),
+    "skipped test": (lambda x: recorded(x)["tests/gpu/test_a.py::test_x"].update(outcome="skipped"), "test skipped:"),
+    "memcheck": (lambda x: runs(x)["memcheck"].update(findings=2), "memcheck: 2 findings"),
+    "no racecheck": (lambda x: runs(x).pop("racecheck"), "racecheck: no findings, 0"),
+    "nothing ran": (lambda x: runs(x)["racecheck"].update(launches={}), "racecheck: no case ran"),
+    "blind": (lambda x: runs(x)["planted"].update(found=False), "planted out-of-bounds write was not found"),
+    "slow step": (lambda x: slower(rows(x)["llama3-8b"], "step", 1.05), "forward and backward over the 8 N V D floor"),
+    "slow forward": (lambda x: slower(rows(x)["odd"], "forward", 1.05), "odd: forward over its GEMM"),
+    "slow floor": (lambda x: [slower(rows(x)["wide"], s, 1.1) for s in ("z", "de", "dc")], "wide: TF/s of the floor"),
+    "memory": (lambda x: rows(x)["gemma2-2b"]["bytes"]["step"].update(peak=2 * 10**9 + 321 * bars.MIB), "320: 321"),
+    "host": (lambda x: rows(x)["host"].update(samples_us={"step": [301.0] * 9}), "microseconds on the host"),
+    "error": (lambda x: rows(x)["error/gemma2-2b"]["values"].update(dc=3e-3), "relative error of dc"),
+    "NaN": (lambda x: rows(x)["error/gemma2-2b"]["values"].update(de=float("nan")), "relative error of de"),
+    "ignored": (lambda x: slower(rows(x)["ignored"], "ignored_90", 1.4), "90 % ignored over none"),
+    "no sample": (lambda x: rows(x)["small"]["samples_ms"].pop("step"), "small: forward and backward"),
+    "few samples": (lambda x: rows(x)["small"]["samples_ms"].update(z=[1.0]), "small: z needs 5 samples"),
+    "no row": (lambda x: rows(x).pop("sweep/1024"), "sweep/1024: not measured"),
+    "other size": (lambda x: rows(x)["wide"].update(n=1024), "wide: measured at [1024"),
+    "other budget": (lambda x: rows(x)["wide"].update(budget=2**34), "wide: workspace was"),
+    "did not run": (lambda x: rows(x)["sweep/131072"]["samples_ms"].clear(), "the kernel did not run"),
+    "no limit shown": (lambda x: rows(x)["sweep/131072"].update(failed={}), "did not run out of memory"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_evidence_is_named(evidence, name):
+    spoil, message = BAD[name]
+    spoil(evidence)
+    problems = check(evidence, SHA, NODES)
+    assert any(message in problem for problem in problems), problems
+
+
+def test_bars_cover_the_shapes():
+    assert {bar.row for bar in bars.BARS} <= SIZES.keys()
+    assert all(SHAPES[name].workspace == budget * bars.MIB for name, (budget, _) in bars.LARGE.items())
+
+
+def test_parts_of_other_sources_are_dropped(tmp_path):
+    path = tmp_path / "evidence.json"
+    first = Evidence(path, "a" * 64)
+    first.begin("bench", device="x")
+    first.add("bench", "rows", "wide", {"n": 1})
+    assert Evidence(path, "a" * 64).data["parts"]["bench"]["rows"] == {"wide": {"n": 1}}
+    second = Evidence(path, "b" * 64)
+    second.begin("sanitize")
+    assert json.loads(path.read_text()) == {"torch_ext_sha256": "b" * 64, "parts": {"sanitize": {}}}
+
+
+def test_a_part_begun_again_starts_empty(tmp_path):
+    evidence = Evidence(tmp_path / "evidence.json", "a" * 64)
+    evidence.begin("bench")
+    evidence.add("bench", "rows", "wide", {})
+    evidence.begin("bench", device="y")
+    assert evidence.data["parts"]["bench"] == {"device": "y"}
+
+
+class Report:
+    duration = 0.5
+
+    def __init__(self, when, outcome):
+        self.when, self.outcome, self.longrepr = when, outcome, f"{when} {outcome}"
+
+
+@pytest.mark.parametrize("last", ["passed", "failed"])
+def test_a_failure_in_teardown_is_a_failure(last):
+    entry = summary([Report("setup", "passed"), Report("call", "passed"), Report("teardown", last)])
+    assert entry["outcome"] == last and entry["seconds"] == 1.5
+    assert ("why" in entry) == (last == "failed")
+
+
+@pytest.mark.parametrize(
+    ("tool", "output", "findings"),
+    [
+        ("memcheck", "========= ERROR SUMMARY: 0 errors", 0),
+        ("memcheck", "========= Invalid __global__ write of size 4 bytes\n========= ERROR SUMMARY: 24 errors", 24),
+        ("racecheck", "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0),
+        ("racecheck", "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)", 1),
+        ("memcheck", "========= Error: Device not supported", None),
+    ],
+)
+def test_sanitizer_output(tool, output, findings):
+    assert parse(tool, output)["findings"] == findings
+
+
+def test_gpu_tests_are_collected_without_a_gpu():
+    assert any(node.startswith("tests/gpu/test_contract.py::test_bf16[") for node in collected())
