@@ -1,6 +1,7 @@
 """The kernel under test is loaded as its users load it: freshly built, through `kernels.get_kernel`."""
 
 import os
+from pathlib import Path
 
 # Read when huggingface_hub is imported: no test may reach a real Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,7 +25,9 @@ def repo():
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """A folder with build/torch-<backend> made from the present sources, one per pytest process."""
+    """A folder with build/torch-<backend>: CCE_BUILT, or one per pytest process made from the present sources."""
+    if "CCE_BUILT" in os.environ:
+        return Path(os.environ["CCE_BUILT"])
     root = tmp_path_factory.mktemp("kernel")
     build(out=root / "build")
     return root
