@@ -1,0 +1,3 @@
+"""The torch backend on CPU: options and hard numerical cases."""
+
+from common.numerics import *  # noqa: F403
