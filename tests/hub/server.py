@@ -123,6 +123,10 @@ class Hub:
                 raise Error(401, "", error="a token is needed")
             with self.lock:
                 status, answer, headers = 200, *self.answer(handler.command, handler.path, body)
+            if resumed := re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", "")):
+                start, total = int(resumed[1]), len(answer)
+                status, answer = 206, answer[start:]
+                headers |= {"Content-Range": f"bytes {start}-{total - 1}/{total}"}
         except Error as error:
             status, answer = error.status, json.dumps(error.body).encode()
             headers = {"X-Error-Code": error.code} if error.code else {}
@@ -173,7 +177,7 @@ class Hub:
                 if "/".join(path) not in files:
                     raise Error(404, "EntryNotFound")
                 content = files["/".join(path)]
-                return content, {"X-Repo-Commit": sha, "ETag": f'"{blob_id(content)}"'}
+                return content, {"X-Repo-Commit": sha, "ETag": f'"{blob_id(content)}"', "Accept-Ranges": "bytes"}
         raise Error(404, "", error=f"no such call: {method} {target}")
 
     @staticmethod
