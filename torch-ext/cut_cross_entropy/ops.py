@@ -69,7 +69,7 @@ def fold(
     smooth = none if out.smooth is None else out.smooth
     entropy = out.nll.new_empty(0) if out.entropy is None else out.entropy
     prediction = out.rows.new_empty(0, dtype=torch.int64) if out.prediction is None else out.prediction
-    return out.nll, out.lse, smooth, entropy, prediction, out.m, out.log_s, out.rows, out.count
+    return out.nll, out.lse, smooth, entropy, prediction, out.m, out.s, out.rows, out.count
 
 
 @fold.register_fake
@@ -96,7 +96,7 @@ def recompute_backward(
     nll: Tensor,
     entropy: Tensor,
     m: Tensor,
-    log_s: Tensor,
+    s: Tensor,
     rows: Tensor,
     count: Tensor,
     g_nll: Optional[Tensor],  # [N], any stride
@@ -126,7 +126,7 @@ def recompute_backward(
         recompute.backward(
             backend_of(e.device),
             problem,
-            Fold(nll, nll, None, _present(entropy), None, m, log_s, rows, count),
+            Fold(nll, nll, None, _present(entropy), None, m, s, rows, count),
             gradients,
             need_de,
             need_dc,
@@ -140,7 +140,7 @@ def recompute_backward(
 
 
 @recompute_backward.register_fake
-def _(e, c, targets, bias, weight, nll, entropy, m, log_s, rows, count, g_nll, g_lse, g_smooth, g_entropy, ignore_index,
+def _(e, c, targets, bias, weight, nll, entropy, m, s, rows, count, g_nll, g_lse, g_smooth, g_entropy, ignore_index,
       softcap, scale, temperature, vocab_size, need_de, need_dc, need_dbias, workspace):  # fmt: skip
     return (
         e.new_empty(e.shape if need_de else (0,)),
@@ -151,10 +151,10 @@ def _(e, c, targets, bias, weight, nll, entropy, m, log_s, rows, count, g_nll, g
 
 def _setup_context(ctx, inputs, output):
     e, c, targets, bias, weight, *options, _, _, _, workspace = inputs
-    nll, _, _, entropy, prediction, m, log_s, rows, count = output
-    ctx.save_for_backward(e, c, targets, bias, weight, nll, entropy, m, log_s, rows, count)
+    nll, _, _, entropy, prediction, m, s, rows, count = output
+    ctx.save_for_backward(e, c, targets, bias, weight, nll, entropy, m, s, rows, count)
     ctx.options, ctx.workspace = options, workspace
-    ctx.mark_non_differentiable(prediction, m, log_s, rows, count)
+    ctx.mark_non_differentiable(prediction, m, s, rows, count)
     ctx.set_materialize_grads(False)
 
 

@@ -25,7 +25,8 @@ class Problem:
 class Fold:
     """Per-token results of the forward, fp32 [N] (0 at ignored rows), and the valid rows.
 
-    `m` and `log_s` are kept apart because `lse = m + log_s` rounds away what a large common offset hides.
+    `m` and `s` are kept apart because `lse = m + log s` rounds away what a large common offset hides. They are the
+    backend's own: the Triton kernels count m in units of log2(e).
     """
 
     nll: Tensor  # lse - z_y
@@ -34,7 +35,7 @@ class Fold:
     entropy: Optional[Tensor]  # -sum_v p_v * log p_v
     prediction: Optional[Tensor]  # int64, -1 at ignored rows
     m: Tensor  # max_v z_v
-    log_s: Tensor  # log sum_v exp(z_v - m)
+    s: Tensor  # sum_v exp(z_v - m)
     rows: Tensor  # int32 [N], the valid rows in order, then unspecified
     count: Tensor  # int32 [1], how many there are
 

@@ -103,8 +103,7 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
     z_y = z_y - _base(m)
     p = torch.exp(z_y)
     s, tilt = s + p, tilt + torch.where(p > 0, p * z_y, p)
-    log_s = torch.log(s)
-    lse = m + log_s
+    lse = m + torch.log(s)
 
     def spread(values, fill=0):
         return values.new_full((n,), fill).index_copy_(0, index, values)
@@ -113,10 +112,10 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
         nll=spread(nll),
         lse=spread(lse),
         smooth=spread(total * lse - weighted) if want_smooth else None,
-        entropy=spread(log_s - tilt / s) if want_entropy else None,
+        entropy=spread(torch.log(s) - tilt / s) if want_entropy else None,
         prediction=spread(argmax, -1) if want_prediction else None,
         m=spread(m),
-        log_s=spread(log_s),
+        s=spread(s),
         rows=rows,
         count=count,
     )
@@ -149,7 +148,7 @@ def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
     """panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
     index = fold.rows[:live].long()
     y = problem.targets[index].long()
-    m, log_s, nll = (t[index] for t in (fold.m, fold.log_s, fold.nll))
+    m, log_s, nll = fold.m[index], fold.s[index].log(), fold.nll[index]
     h = fold.entropy[index] if gradients.entropy is not None else None
     factor = problem.scale / problem.temperature
     inv_cap = None if problem.softcap is None else problem.temperature / problem.softcap

@@ -1,6 +1,6 @@
 """The panel of gradients with respect to the logits, rebuilt from e, c and the row state.
 
-    log p_v = (z_v - m) - log s
+    p_v  = 2^(z_v - m) / s, z and m in units of log2(e)
     dz_v    = nll * (p_v - [v = y]) + rest * p_v - smooth * w_v - entropy * p_v * (log p_v + H)
 
 with the upstream gradients of the row, in fp32, then times dz/d(e.c) and rounded once. At the target's column
@@ -15,7 +15,7 @@ import triton.language as tl
 from . import configs
 from .launch import launch
 from .logits import grouped, logit_arguments, tile_dot, transform
-from .math import exp, expm1
+from .math import LN2, LOG2E, exp, expm1
 
 
 @triton.jit
@@ -29,16 +29,15 @@ def row_vector(values, o_m, m_m, stride, PRESENT: tl.constexpr):
 
 @triton.jit
 def gradient(
-    log_p, q, w, z, nll, rest, smooth, entropy, h, inv_cap,
+    x, log_p, w, z, a, smooth, entropy, h, inv_cap,
     HAS_SOFTCAP: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """dz_v of the formula above, with q = p_v - [v = y]; of a tile or of the targets alone."""
-    p = exp(log_p)
-    dz = nll * q + rest * p
+    """(a - entropy * (log p + H)) * x - smooth * w, times 1 - tanh^2 under a softcap."""
+    dz = a * x
+    if HAS_ENTROPY:
+        dz -= entropy * x * tl.where(log_p == float("-inf"), 0.0, log_p + h)
     if HAS_SMOOTH:
         dz -= smooth * w
-    if HAS_ENTROPY:
-        dz -= entropy * tl.where(p > 0.0, p * (log_p + h), p)
     if HAS_SOFTCAP:
         dz *= 1.0 - (z * inv_cap) * (z * inv_cap)
     return dz
@@ -47,7 +46,7 @@ def gradient(
 @triton.jit(do_not_specialize=["live", "V", "width", "i_v0", "s_nll", "s_rest", "s_smooth", "s_entropy"])
 def dlogits_kernel(
     e, c, bias, weight, panel,
-    targets, rows, count, m, log_s, loss, entropy,  # row state
+    targets, rows, count, m, s, loss, entropy,  # row state
     g_nll, g_rest, g_smooth, g_entropy, unit,  # upstream gradients [N]
     live, V, D, width, i_v0, softcap, scale, inv_temperature, inv_cap, factor,
     stride_e, stride_c, stride_panel, s_nll, s_rest, s_smooth, s_entropy,
@@ -84,25 +83,26 @@ def dlogits_kernel(
     b_entropy = row_vector(g_entropy, o_n, m_m, s_entropy, HAS_ENTROPY) * b_scale
     b_h = row_vector(entropy, o_n, m_m, 1, HAS_ENTROPY)
     b_m = row_vector(m, o_n, m_m, 1, True)
-    b_log_s = row_vector(log_s, o_n, m_m, 1, True)
+    b_s = tl.where(m_m, row_vector(s, o_n, m_m, 1, True), 1.0)
     b_w = tl.full([BN], 1.0, dtype=tl.float32)
     if HAS_WEIGHT:
         b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
 
-    b_log_p = (b_z - b_m[:, None]) - b_log_s[:, None]
+    # Away from the target q = p = x / s: the division joins the coefficients of the row.
+    b_above = b_z * LOG2E - b_m[:, None]
     b_dz = gradient(
-        b_log_p, exp(b_log_p), b_w[None, :], b_z,
-        b_nll[:, None], b_rest[:, None], b_smooth[:, None], b_entropy[:, None], b_h[:, None], inv_cap,
-        HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+        tl.exp2(b_above), LN2 * (b_above - tl.log2(b_s)[:, None]), b_w[None, :], b_z, ((b_nll + b_rest) / b_s)[:, None],
+        b_smooth[:, None], (b_entropy / b_s)[:, None], b_h[:, None], inv_cap, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
     )  # fmt: skip
     if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
         b_log_py = -row_vector(loss, o_n, m_m, 1, True)
-        b_wy = row_vector(weight, tl.maximum(b_y, 0), m_m, 1, HAS_WEIGHT)
-        if not HAS_WEIGHT:
-            b_wy += 1.0
+        b_py = exp(b_log_py)
+        b_wy = tl.full([BM], 1.0, dtype=tl.float32)
+        if HAS_WEIGHT:
+            b_wy = row_vector(weight, tl.maximum(b_y, 0), m_m, 1, True)
         b_dzy = gradient(
-            b_log_py, expm1(b_log_py), b_wy, (b_m + b_log_s) + b_log_py,
-            b_nll, b_rest, b_smooth, b_entropy, b_h, inv_cap, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+            1.0, b_log_py, b_wy, LN2 * (b_m + tl.log2(b_s)) + b_log_py, b_nll * expm1(b_log_py) + b_rest * b_py,
+            b_smooth, b_entropy * b_py, b_h, inv_cap, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
         )  # fmt: skip
         b_dz = tl.where(o_v[None, :] == b_y[:, None], b_dzy[:, None], b_dz)
     if PANEL_DESCRIPTOR:
@@ -127,7 +127,7 @@ def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
     launch(
         dlogits_kernel, triton.cdiv(live, tile.BM) * triton.cdiv(width, tile.BN), device,
         e_operand, c_operand, bias, problem.weight, panel_operand,
-        problem.targets, fold.rows, fold.count, fold.m, fold.log_s, fold.nll, fold.entropy,
+        problem.targets, fold.rows, fold.count, fold.m, fold.s, fold.nll, fold.entropy,
         *upstream, unit,
         live, c.shape[0], c.shape[1], width, v0, *scalars, problem.temperature / (problem.softcap or 1.0), problem.scale / problem.temperature,
         e.stride(0), c.stride(0), panel.stride(0), *(0 if g is None else g.stride(0) for g in upstream),

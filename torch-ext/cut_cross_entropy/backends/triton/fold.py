@@ -1,11 +1,12 @@
 """The fold: one pass over the vocabulary that keeps, per row, the target's logit and, over all other classes, the max
 and the sum of exponentials.
 
-For each tile of logits, still in registers, with the target's column taken out where it goes by:
+Exponentials are base 2 and logits in units of log2(e), so that z - m is one fused multiply-add. For each tile of
+logits, still in registers, with the target's column taken out where it goes by:
 
-    m' = max(m, max_v z_v)      s' = s * exp(m - m') + sum_v exp(z_v - m')
+    m' = max(m, max_v z_v)      s' = s * 2^(m - m') + sum_v 2^(z_v - m')
 
-and at the end, with r = s * exp(m - z_y) the mass of the others relative to the target's,
+and at the end, with r = s * 2^(m - z_y) the mass of the others relative to the target's,
 
     loss = log(1 + r)
 
@@ -13,7 +14,7 @@ which keeps the loss of a confident token, and with it its gradient, to full rel
 
 A program owns one block of rows and one split of the vocabulary; `merge_kernel` combines the splits in order. Reads
 e once per split and c once per row block (from L2 where GROUP row blocks run side by side); writes 8 bytes per row and
-split. The options add per row: sum w z (label smoothing), sum exp(z - m)(z - m) (entropy), argmax.
+split. The options add per row: sum w z (label smoothing), sum 2^(z - m)(z - m) (entropy), argmax.
 """
 
 import torch
@@ -25,7 +26,7 @@ from ...problem import Fold
 from . import configs
 from .launch import launch
 from .logits import grouped, logit_arguments, tile_dot, transform
-from .math import exp, log1p
+from .math import LN2, LOG2E, log1p
 
 
 @triton.jit
@@ -97,14 +98,14 @@ def fold_kernel(
             b_z = tl.where(b_hit, float("-inf"), b_z)
         if WANT_ARGMAX:
             b_top, b_at = tl.max(b_z, 1, return_indices=True, return_indices_tie_break_left=True)
-            b_argmax = tl.where(b_top > b_m, i_v + b_at, b_argmax)
+            b_argmax = tl.where(b_top * LOG2E > b_m, i_v + b_at, b_argmax)
         else:
             b_top = tl.max(b_z, 1)
-        b_new = tl.maximum(b_m, b_top)
+        b_new = tl.maximum(b_m, b_top * LOG2E)
         b_base = base_of(b_new)
-        b_decay = exp(b_m - b_base)
-        b_z = b_z - b_base[:, None]
-        b_p = exp(b_z)
+        b_decay = tl.exp2(b_m - b_base)
+        b_z = b_z * LOG2E - b_base[:, None]
+        b_p = tl.exp2(b_z)
         if WANT_ENTROPY:
             b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
             b_tilt = b_decay * (b_tilt + b_s * b_drop) + tl.sum(tl.where(b_p > 0.0, b_p * b_z, b_p), 1)
@@ -126,7 +127,7 @@ def fold_kernel(
 @triton.jit(do_not_specialize=["N", "V", "splits", "ignore_index"])
 def merge_kernel(
     targets, target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax, total_weight,
-    nll, lse, smooth, entropy, prediction, m, log_s,  # [N] each
+    nll, lse, smooth, entropy, prediction, m, s,  # [N] each
     N, V, splits, ignore_index,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -146,7 +147,7 @@ def merge_kernel(
         b_add = tl.load(part_s + o_part, mask=m_v, other=0.0)
         b_new = tl.maximum(b_m, b_top)
         b_base = base_of(b_new)
-        b_decay, b_gain = exp(b_m - b_base), exp(b_top - b_base)
+        b_decay, b_gain = tl.exp2(b_m - b_base), tl.exp2(b_top - b_base)
         if WANT_SMOOTH:
             b_weighted += tl.load(part_weighted + o_part, mask=m_v, other=0.0)
         if WANT_ENTROPY:
@@ -162,33 +163,36 @@ def merge_kernel(
         o_part += N
     b_y = tl.load(targets + o_n, mask=m_v, other=0).to(tl.int64)
     b_target = tl.load(target_logit + o_n, mask=m_v, other=0.0)
-    b_ahead = b_m - b_target
+    b_target2 = b_target * LOG2E
+    b_ahead = b_m - b_target2
     b_nll = tl.where(
-        b_ahead > 0.0, b_ahead + tl.log(b_s + exp(-b_ahead)), log1p(b_s * exp(tl.where(b_s > 0.0, b_ahead, 0.0)))
+        b_ahead > 0.0,
+        LN2 * (b_ahead + tl.log2(b_s + tl.exp2(-b_ahead))),
+        log1p(b_s * tl.exp2(tl.where(b_s > 0.0, b_ahead, 0.0))),
     )
     if WANT_ARGMAX:
-        b_argmax = tl.where((b_target > b_m) | ((b_target == b_m) & (b_y < b_argmax)), b_y, b_argmax.to(tl.int64))
-    b_new = tl.maximum(b_m, b_target)
+        b_first = (b_target2 > b_m) | ((b_target2 == b_m) & (b_y < b_argmax))
+        b_argmax = tl.where(b_first, b_y, b_argmax.to(tl.int64))
+    b_new = tl.maximum(b_m, b_target2)
     b_base = base_of(b_new)
-    b_decay, b_gain = exp(b_m - b_base), exp(b_target - b_base)
+    b_decay, b_gain = tl.exp2(b_m - b_base), tl.exp2(b_target2 - b_base)
     if WANT_ENTROPY:
         b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
-        b_tilt = b_decay * (b_tilt + b_s * b_drop) + tl.where(b_gain > 0.0, b_gain * (b_target - b_base), b_gain)
+        b_tilt = b_decay * (b_tilt + b_s * b_drop) + tl.where(b_gain > 0.0, b_gain * (b_target2 - b_base), b_gain)
     b_s = b_s * b_decay + b_gain
     b_m = b_new
-    b_log_s = tl.log(b_s)
-    b_lse = b_m + b_log_s
+    b_lse = LN2 * (b_m + tl.log2(b_s))
     tl.store(nll + o_n, tl.where(valid, b_nll, 0.0), mask=m_n)
     tl.store(lse + o_n, tl.where(valid, b_lse, 0.0), mask=m_n)
     tl.store(m + o_n, tl.where(valid, b_m, 0.0), mask=m_n)
-    tl.store(log_s + o_n, tl.where(valid, b_log_s, 0.0), mask=m_n)
+    tl.store(s + o_n, tl.where(valid, b_s, 1.0), mask=m_n)
     if WANT_SMOOTH:
         total = V.to(tl.float32)
         if HAS_WEIGHT:
             total = tl.load(total_weight)
         tl.store(smooth + o_n, tl.where(valid, total * b_lse - b_weighted, 0.0), mask=m_n)
     if WANT_ENTROPY:
-        tl.store(entropy + o_n, tl.where(valid, b_log_s - b_tilt / b_s, 0.0), mask=m_n)
+        tl.store(entropy + o_n, tl.where(valid, LN2 * (tl.log2(b_s) - b_tilt / b_s), 0.0), mask=m_n)
     if WANT_ARGMAX:
         tl.store(prediction + o_n, tl.where(valid, b_argmax, -1), mask=m_n)
 
@@ -213,11 +217,11 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
     def new(*shape, wanted=True, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
 
-    nll, lse, m, log_s, target_logit = (new(n) for _ in range(5))
+    nll, lse, m, s, target_logit = (new(n) for _ in range(5))
     smooth, entropy = new(n, wanted=want_smooth), new(n, wanted=want_entropy)
     prediction = new(n, wanted=want_prediction, dtype=torch.int64)
     if n == 0:
-        return Fold(nll, lse, smooth, entropy, prediction, m, log_s, rows, count)
+        return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)
     part_m, part_s = new(splits, n), new(splits, n)
     part_weighted, part_tilt = new(splits, n, wanted=want_smooth), new(splits, n, wanted=want_entropy)
     part_argmax = new(splits, n, wanted=want_prediction, dtype=torch.int32)
@@ -242,6 +246,6 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
         merge_kernel, triton.cdiv(n, 128), device,
         problem.targets, target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax,
         problem.weight.float().sum() if weighted else None,
-        nll, lse, smooth, entropy, prediction, m, log_s, n, v, splits, problem.ignore_index, **wants, BLOCK=128,
+        nll, lse, smooth, entropy, prediction, m, s, n, v, splits, problem.ignore_index, **wants, BLOCK=128,
     )  # fmt: skip
-    return Fold(nll, lse, smooth, entropy, prediction, m, log_s, rows, count)
+    return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)

@@ -14,7 +14,8 @@ from .launch import launch
 
 @triton.jit(do_not_specialize=["N", "V", "ignore_index"])
 def select_kernel(targets, rows, count, in_range, N, V, ignore_index, BLOCK: tl.constexpr):
-    total, outside = 0, 0
+    total = tl.zeros([], dtype=tl.int32)
+    outside = tl.zeros([], dtype=tl.int32)
     for i_n in range(0, N, BLOCK):
         o_n = i_n + tl.arange(0, BLOCK)
         b_y = tl.load(targets + o_n, mask=o_n < N, other=0).to(tl.int64)
