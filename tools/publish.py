@@ -31,7 +31,7 @@ FAST_TESTS = ("tests/test_packaging.py",)
 BENCHMARKS = "benchmarks/benchmark*.py"
 SOURCES = (
     "torch-ext/*", "tests/*", "tools/*", "requirements/*", BENCHMARKS, "build.toml", "flake.nix", "flake.lock",
-    "CARD.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml",
+    "CARD.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "docs/*.md",
 )  # fmt: skip
 MEASURED = ("<!-- measured -->", "<!-- /measured -->")
 
