@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, constants
 import tools.publish
 from tools.hub import KernelRepo
 from tools.publish import publish
+from tools.source_hash import ROOT
 from tools.verify import verify
 
 REPO = "org/cut-cross-entropy"
@@ -243,3 +244,22 @@ answer["calls"] = calls
 """,
     )
     assert answer["calls"] == ["materialized"]
+
+
+def test_kernels_benchmark(built, tmp_path):
+    """`kernels benchmark .` in a checkout, as the card says: every workload agrees with its reference."""
+    (tmp_path / "build").symlink_to(built / "build")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "benchmark.py").symlink_to(ROOT / "benchmarks" / "benchmark.py")
+    answer = user(
+        "http://127.0.0.1:9",
+        tmp_path / "home",
+        COMMANDS.format(project=str(tmp_path))
+        + """
+command("benchmark", project, "--iterations", "2", "--warmup", "0", "--output", project / "results.json")
+answer["results"] = json.loads((project / "results.json").read_text())["results"]
+""",
+    )
+    workloads = {entry["workload"]: entry["verified"] for entry in answer["results"]}
+    names = ("forward", "training", "masked_training", "token_stats")
+    assert workloads == {f"LinearCrossEntropyBenchmark.{name}": True for name in names}
