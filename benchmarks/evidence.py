@@ -54,11 +54,13 @@ def environment(cce) -> dict:
     import torch
     import triton
 
-    device = driver = None
+    device = driver = memory = None
     if torch.cuda.is_available():
         device, driver = torch.cuda.get_device_name(), driver_version()
+        memory = torch.cuda.get_device_properties(0).total_memory
     return {
         "device": device,
+        "memory_bytes": memory,
         "driver": driver,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -30,20 +31,10 @@ NO_TESTS = 5  # pytest's exit status where -k leaves none
 
 def correctness(evidence: Evidence, args) -> bool:
     """pytest over tests/gpu, in its own processes; the recorder plugin writes into the same file."""
-    env = {**os.environ, recorder.PATH: str(evidence.path.resolve())}
+    env = {**os.environ, recorder.PATH: str(evidence.path.resolve()), "CCE_BUILT": str(ROOT)}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/gpu",
-        "-p",
-        "benchmarks.recorder",
-        "-q",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "--tb=short"]
+    command += ["-p", "benchmarks.recorder", "-p", "no:cacheprovider"]
     command += ["-k", args.only] if args.only else []
     side_by_side = ["-n", str(args.workers), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     codes = [
@@ -62,9 +53,9 @@ def sanitized(evidence: Evidence, args) -> bool:
         found = entry.get("findings", "")
         print(f"sanitize {name}: ok {entry['ok']}, findings {found}, {entry['seconds']} s", flush=True)
         if not entry["ok"]:
-            print(entry.get("output", ""))
+            print(entry.get("where", ""), entry.get("output", "")[:4000], sep="\n")
 
-    return sanitize.run(record, args.tools.split(","))
+    return sanitize.run(record, args.tools.split(","), shlex.split(args.sanitizer_flags))
 
 
 def bench(evidence: Evidence, args) -> bool:
@@ -91,11 +82,13 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="the record to merge into")
     parser.add_argument("--workers", type=int, default=WORKERS, help="pytest processes side by side")
     parser.add_argument("--tools", default=",".join(sanitize.TOOLS), help="compute-sanitizer tools")
+    parser.add_argument("--sanitizer-flags", default="", help="further flags for compute-sanitizer, recorded")
     parser.add_argument("--only", help="pytest's -k: for a closer look, not for evidence")
     parser.add_argument("--device", default="cuda", help="cpu with --tiny tries the harness itself")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
 
+    os.environ.pop("LOCAL_KERNELS", None)  # what is recorded is a build of these sources
     cce = kernel.load()
     evidence = Evidence(args.results, torch_ext_sha256())
     good = True

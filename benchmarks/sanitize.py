@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.kernel import ROOT, local_build
@@ -23,6 +24,8 @@ SHARES = 6  # processes that compile every kernel beforehand
 # The last line that a tool prints: memcheck's and initcheck's, racecheck's.
 SUMMARIES = (r"ERROR SUMMARY: (\d+) error", r"RACECHECK SUMMARY: (\d+) hazard")
 PLANTED = re.compile(r"Invalid __global__ write")
+# Where a finding lies, as every tool prints it: "at kernel+0x1a0 in file.py:12" or "in void kernel<...>".
+WHERE = re.compile(r"\bat (?:void )?([\w:]+)[+(<]")
 
 
 def find_sanitizer() -> str:
@@ -47,10 +50,11 @@ def flags(sanitizer: str, tool: str) -> list[str]:
 
 
 def parse(tool: str, output: str) -> dict:
-    """findings: what the tool counted, None if it printed no summary. The end of its output where it found anything."""
+    """findings: what the tool counted, None if it printed no summary; the kernels and the output where there are any."""
     counts = [int(count) for pattern in SUMMARIES for count in re.findall(pattern, output)]
     entry = {"tool": tool, "findings": counts[-1] if counts else None}
     if entry["findings"] != 0:
+        entry["where"] = dict(Counter(WHERE.findall(output)).most_common(12))
         entry["output"] = output[:3000] + ("\n...\n" + output[-3000:] if len(output) > 6000 else output[3000:])
     return entry
 
@@ -62,9 +66,10 @@ def start(command: list[str], report: Path) -> tuple[subprocess.Popen, float]:
     return process, time.monotonic()
 
 
-def run(record: Callable[[str, dict], None], tools=TOOLS) -> bool:
+def run(record: Callable[[str, dict], None], tools: Sequence[str] = TOOLS, extra: Sequence[str] = ()) -> bool:
     """Every tool over every case, and the planted write under memcheck, all at once. True if each did what it should.
 
+    `extra` flags go to every tool and are recorded.
     Processes without a sanitizer run first: they show that the cases run, and leave every kernel compiled.
     """
     local_build()
@@ -84,12 +89,15 @@ def run(record: Callable[[str, dict], None], tools=TOOLS) -> bool:
         runs = {tool: (tool, "options") for tool in tools} | {"planted": ("memcheck", "planted")}
         started = {}
         for name, (tool, mode) in runs.items():
-            command = [sanitizer, *flags(sanitizer, tool), *python, mode]
-            started[name] = start(command, Path(scratch) / f"{name}.json")
+            chosen = [*flags(sanitizer, tool), *extra]
+            started[name] = start([sanitizer, *chosen, *python, mode], Path(scratch) / f"{name}.json"), chosen
         good = True
         for name in sorted(started, key=lambda name: name != "planted"):
-            code, seconds = finish(*started[name])
-            entry = {"exit": code, "seconds": seconds} | judge(name, runs[name][0], Path(scratch) / f"{name}.json")
+            (process, begun), chosen = started[name]
+            code, seconds = finish(process, begun)
+            entry = {"exit": code, "seconds": seconds, "flags": chosen} | judge(
+                name, runs[name][0], Path(scratch) / f"{name}.json"
+            )
             good &= entry["ok"]
             record(name, entry)
     return good

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kernel  # noqa: E402
 
+DEVICE = os.environ.get("CCE_TEST_DEVICE", "cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CAPPED = {"softcap": 20.0, "logit_scale": 1.3}
 # Each of N, V, D past a tile or short of one; D = 72 has rows that a descriptor can address, D = 67 has not.
@@ -58,7 +59,7 @@ def smallest_workspace(cce, n, v, d, dtype, device) -> int:
     return 1 << 24
 
 
-def run_case(cce, sizes, dtype, options, device="cuda") -> None:
+def run_case(cce, sizes, dtype, options, device=DEVICE) -> None:
     n, v, d = sizes
     options = dict(options)
     rng = torch.Generator().manual_seed(n + v + d)
@@ -78,16 +79,16 @@ def run_case(cce, sizes, dtype, options, device="cuda") -> None:
         cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options)
 
 
-def run_options(share: str = "0/1", device: str = "cuda") -> dict:
+def run_options(share: str = "0/1") -> dict:
     cce = kernel.load()
     names = []
     first, step = map(int, share.split("/"))
     for name, sizes, dtype, options in list(cases())[first::step]:
-        run_case(cce, sizes, dtype, options, device)
-        if device == "cuda":
+        run_case(cce, sizes, dtype, options)
+        if DEVICE == "cuda":
             torch.cuda.synchronize()
         names.append(name)
-    return {"cases": names, "launches": dict(kernel.launches(cce)) if device == "cuda" else {}}
+    return {"cases": names, "launches": dict(kernel.launches(cce)) if DEVICE == "cuda" else {}}
 
 
 @triton.jit

@@ -5,15 +5,16 @@ import json
 
 import pytest
 
-from benchmarks import bars
-from benchmarks.evidence import Evidence
+from benchmarks import bars, figures
+from benchmarks.evidence import RESULTS, Evidence
 from benchmarks.recorder import summary
 from benchmarks.sanitize import parse
 from benchmarks.shapes import SHAPES
 from tools.check_evidence import NO_BUDGET, SIZES, check, collected
 
 SHA = "0123456789abcdef" * 4
-NODES = {"tests/gpu/test_a.py::test_x", "tests/gpu/test_a.py::test_y[bf16]"}
+NODE = "tests/gpu/test_a.py::test_x"
+NODES = {NODE, "tests/gpu/test_a.py::test_y[bf16]"}
 SPEED = 700e9  # operations per millisecond of the synthetic floors
 
 
@@ -93,12 +94,12 @@ BAD = {
     "torch backend": (lambda x: x["parts"]["correctness"].update(module="_cut_cross_entropy_cpu_0123456"), "loaded"),
     "killed part": (lambda x: x["parts"]["sanitize"].pop("seconds"), "did not finish"),
     "missing node": (
-        lambda x: recorded(x).pop("tests/gpu/test_a.py::test_x"),
+        lambda x: recorded(x).pop(NODE),
         "test not recorded: tests/gpu/test_a.py",
     ),
     "extra node": (lambda x: recorded(x).update(z={"outcome": "passed"}), "recorded but not in tests/gpu: z"),
-    "failed test": (lambda x: recorded(x)["tests/gpu/test_a.py::test_x"].update(outcome="failed"), "test failed:"),
-    "skipped test": (lambda x: recorded(x)["tests/gpu/test_a.py::test_x"].update(outcome="skipped"), "test skipped:"),
+    "failed test": (lambda x: recorded(x)[NODE].update(outcome="failed"), "test failed:"),
+    "skipped test": (lambda x: recorded(x)[NODE].update(outcome="skipped"), "test skipped:"),
     "memcheck": (lambda x: runs(x)["memcheck"].update(findings=2), "memcheck: 2 findings"),
     "no racecheck": (lambda x: runs(x).pop("racecheck"), "racecheck: no findings, 0"),
     "nothing ran": (lambda x: runs(x)["racecheck"].update(launches={}), "racecheck: no case ran"),
@@ -183,3 +184,49 @@ def test_sanitizer_output(tool, output, findings):
 
 def test_gpu_tests_are_collected_without_a_gpu():
     assert any(node.startswith("tests/gpu/test_contract.py::test_bf16[") for node in collected())
+
+
+@pytest.fixture
+def bench_part(evidence):
+    part = evidence["parts"]["bench"]
+    part["memory_bytes"] = 140 << 30
+    for name, row in part["rows"].items():
+        if name.startswith("sweep/"):
+            used = {"before": 2**30, "gradients": 2**29, "peak": 2**31 + 2**15 * row["n"]}
+            row["bytes"] = {"kernel": used, "materialized": used}
+            row["failed"] = {"materialized": "out of memory"} if row["n"] == 131072 else {}
+            row["samples_ms"]["materialized"] = row["samples_ms"]["kernel"]
+        if name.startswith("error/"):
+            row["materialized_bf16"] = row["values"]
+    ignored = part["rows"]["ignored"]["samples_ms"]
+    ignored |= {"ignored_10": ignored["ignored_0"], "ignored_50": ignored["ignored_90"]}
+    part["rows"]["host"] |= {"device_operations": 20, "triton_launches": {"fold": 1}}
+    return part
+
+
+def test_measured_tables_are_filled_and_stay_filled(bench_part):
+    text = "before\n" + "".join(f"<!-- measured:{name} -->\nold\n<!-- /measured -->\n" for name in figures.TABLES)
+    filled = figures.fill(text, bench_part)
+    assert "old" not in filled and filled.startswith("before\n")
+    assert figures.fill(filled, bench_part) == filled
+    assert "| 131,072 |" in filled and "out of memory" in filled
+    assert "| llama3-8b | 8,192 | 128,256 | 4,096 |" in filled and "| 1.050 |" in filled
+
+
+def test_an_unknown_table_is_an_error(bench_part):
+    with pytest.raises(ValueError, match="measured:typo: unknown, accepted are"):
+        figures.fill("<!-- measured:typo -->\n<!-- /measured -->", bench_part)
+
+
+def test_figure_is_drawn(bench_part, tmp_path):
+    pytest.importorskip("matplotlib")
+    figures.draw(bench_part, tmp_path / "figures" / "sweep.png")
+    assert (tmp_path / "figures" / "sweep.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="no GPU evidence recorded yet")
+def test_readme_shows_what_was_recorded():
+    part = json.loads(RESULTS.read_text())["parts"].get("bench")
+    if part is None or len(part["rows"]) < len(SIZES):
+        pytest.skip("the bench part is not complete")
+    assert figures.fill(figures.README.read_text(), part) == figures.README.read_text()
