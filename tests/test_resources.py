@@ -1,0 +1,114 @@
+"""The torch backend's memory and arithmetic, counted by the profiler: what the plan says, and no more."""
+
+import pytest
+import torch
+from helpers import make_case
+from torch.profiler import ProfilerActivity, profile
+
+N, V, D = 512, 8192, 64
+MIB = 1 << 20
+# Matrix products, and which argument of each is the left operand.
+FIRST_OPERAND = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1}
+
+
+def step(function, case, **options):
+    """Forward and backward, as (peak bytes over the start, multiply-adds of all matrix products)."""
+    leaves = [t.requires_grad_() for t in (case.e, case.c)]
+
+    def call():
+        for t in leaves:
+            t.grad = None
+        function(case.e, case.c, case.targets, **options).backward()
+
+    call()
+    for t in leaves:
+        t.grad = None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
+        call()
+    now = peak = products = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+        elif event.name() in FIRST_OPERAND:
+            first = FIRST_OPERAND[event.name()]
+            (m, k), (_, n) = event.shapes()[first : first + 2]
+            products += m * k * n
+    return peak, products
+
+
+def gradient_bytes(case):
+    return sum(t.numel() * t.element_size() for t in (case.e, case.c))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ignored", [0.0, 0.75])
+@pytest.mark.parametrize("workspace", [None, 8 * MIB, "least"])
+def test_peak_memory_is_the_planned(cce, workspace, ignored, dtype):
+    case = make_case(N, V, D, dtype, ignored=ignored)
+    valid = int((case.targets != -100).sum())
+
+    def plan(budget):
+        return cce.plan(N, V, D, dtype, device="cpu", valid=valid, workspace=budget)
+
+    if workspace == "least":
+        with pytest.raises(ValueError) as error:
+            plan(1)
+        workspace = max(int(word) for word in str(error.value).split() if word.isdigit())
+    planned = plan(workspace).workspace
+    peak, _ = step(cce.linear_cross_entropy, case, workspace=workspace)
+    assert peak - gradient_bytes(case) <= 1.02 * planned + MIB // 8
+    assert peak - gradient_bytes(case) >= 0.7 * planned - MIB // 8
+
+
+def test_a_materializing_implementation_would_be_found_out(cce):
+    """The same measurement of the definition in fp32: the [N, V] logits and their gradient."""
+    case = make_case(N, V, D, torch.float32, ignored=0.0)
+    planned = cce.plan(N, V, D, torch.float32, device="cpu", workspace=8 * MIB).workspace
+    peak, _ = step(lambda *args, **kw: cce.reference.linear_cross_entropy(*args, dtype=torch.float32), case)
+    assert planned <= 8 * MIB < 2 * N * V * 4 < peak - gradient_bytes(case)
+
+
+def test_memory_does_not_grow_with_the_product(cce):
+    """Four times the vocabulary and four times the tokens under one budget."""
+    peaks = []
+    for n, v in ((256, 2048), (1024, 8192)):
+        case = make_case(n, v, 32, torch.float32, ignored=0.0)
+        peaks.append(step(cce.linear_cross_entropy, case, workspace=8 * MIB)[0] - gradient_bytes(case))
+    assert max(peaks) <= 8 * MIB < 1024 * 8192 * 4
+
+
+def test_products_are_those_of_the_method(cce):
+    """N V D each for the fold, the rebuilt logits, dE and dC."""
+    case = make_case(N, V, D, ignored=0.0)
+    _, products = step(cce.linear_cross_entropy, case)
+    assert products == 4 * N * V * D
+    assert cce.plan(N, V, D, torch.float32, device="cpu").flops == 2 * products
+
+
+@pytest.mark.parametrize("frozen", ["e", "c"])
+def test_only_demanded_gradients_are_computed(cce, frozen):
+    """The fold, the rebuilt logits and one contraction."""
+
+    def function(e, c, targets):
+        e, c = (e.detach(), c) if frozen == "e" else (e, c.detach())
+        return cce.linear_cross_entropy(e, c, targets)
+
+    _, products = step(function, make_case(N, V, D, ignored=0.0))
+    assert products == 3 * N * V * D
+
+
+def test_ignored_rows_cost_nothing(cce):
+    """Work is proportional to the valid tokens, wherever they lie."""
+    case = make_case(N, V, D, ignored=0.9)
+    valid = int((case.targets != -100).sum())
+    _, products = step(cce.linear_cross_entropy, case)
+    assert products == 4 * valid * V * D
+
+
+def test_inference_is_one_product(cce):
+    case = make_case(N, V, D, ignored=0.0)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        cce.linear_token_stats(case.e, case.c, case.targets)
+    shapes = [event.shapes()[:2] for event in profiled.profiler.kineto_results.events() if event.name() == "aten::mm"]
+    assert sum(a[0] * a[1] * b[1] for a, b in shapes) == N * V * D
