@@ -1,6 +1,6 @@
 """Time, memory and accuracy on one GPU: `python -m benchmarks.bench [GROUP ...] [--json FILE]`.
 
-Groups: shapes (the large shapes beside the bare GEMMs of the same rounds), small, ignored, host, error, sweep.
+Groups: each shape beside the bare GEMMs of the same rounds, then ignored, host, error and sweep.
 `--tiny --device cpu` runs everything at toy sizes, to try the harness itself.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kernel, states, truth  # noqa: E402
-from benchmarks.bars import FLOOR_8, LARGE, MIB, floor_rate, judge, workspace_of  # noqa: E402
+from benchmarks.bars import FLOOR_8, MIB, floor_rate, judge, workspace_of  # noqa: E402
 from benchmarks.memory import release, step_memory  # noqa: E402
 from benchmarks.shapes import HOST, SHAPES, SWEEP, Shape  # noqa: E402
 from benchmarks.timing import (  # noqa: E402
@@ -56,15 +57,15 @@ class Bench:
         sizes = {"n": shape.n, "v": shape.v, "d": shape.d, "v_aligned": shape.v_aligned, "dtype": "bfloat16"}
         return sizes | {"budget": budget.get("workspace"), "plan": str(plan).splitlines()}
 
-    def shapes(self) -> None:
-        for name in LARGE:
-            self.beside_floors(name, self.sized(SHAPES[name]), self.repeats)
+    def run(self, group: str) -> None:
+        if group in SHAPES:
+            self.beside_floors(group)
+        else:
+            getattr(self, group)()
 
-    def small(self) -> None:
-        self.beside_floors("small", self.sized(SHAPES["small"]), 4 * self.repeats)
-
-    def beside_floors(self, name: str, shape: Shape, repeats: int) -> None:
+    def beside_floors(self, name: str) -> None:
         """Forward alone, forward and backward in its budget, and the bare GEMMs, in the same rounds."""
+        shape, repeats = self.sized(SHAPES[name]), self.repeats * (4 if name == "small" else 1)
         s = self.inputs(shape)
         leaves, budget = (s.e, s.c), {"workspace": shape.workspace}
 
@@ -184,7 +185,7 @@ class Bench:
             self.record(f"sweep/{shape.n}", row)
 
 
-GROUPS = ("shapes", "small", "ignored", "host", "error", "sweep")
+GROUPS = (*SHAPES, "ignored", "host", "error", "sweep")
 
 
 def summary(name: str, row: dict) -> str:
@@ -193,15 +194,22 @@ def summary(name: str, row: dict) -> str:
     return f"{name}: {times} MiB {memory} {row.get('values', '')} {row.get('floor_tflops', '')} {row.get('failed', '')}"
 
 
-def run(cce, groups, record: Record, **options) -> None:
+def run(cce, groups, record: Record, **options) -> dict[str, str]:
+    """Measure group after group. One that raises is shown and returned with its message; the others still run."""
+
     def shown(name: str, row: dict) -> None:
         print(summary(name, row), flush=True)
         record(name, row)
 
-    bench = Bench(cce, shown, **options)
+    bench, failed = Bench(cce, shown, **options), {}
     for group in groups:
-        getattr(bench, group)()
+        try:
+            bench.run(group)
+        except Exception as error:
+            traceback.print_exc()
+            failed[group] = f"{type(error).__name__}: {error}"[:500]
         release()
+    return failed
 
 
 def main() -> int:
@@ -221,10 +229,10 @@ def main() -> int:
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1))
 
-    run(kernel.load(), args.groups or GROUPS, record, device=args.device, tiny=args.tiny)
+    failed = run(kernel.load(), args.groups or GROUPS, record, device=args.device, tiny=args.tiny)
     if not args.tiny:
         print(*judge(rows), sep="\n")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,10 +68,12 @@ def bench(evidence: Evidence, args) -> bool:
         rows[name] = row
         evidence.add("bench", "rows", name, row)
 
-    run(kernel.load(), GROUPS, record, device=args.device, tiny=args.tiny)
+    failed = run(kernel.load(), GROUPS, record, device=args.device, tiny=args.tiny)
+    if failed:
+        evidence.set("bench", failed=failed)
     findings = bars.judge(rows)
     print(*findings, sep="\n")
-    return all(finding.ok for finding in findings)
+    return not failed and all(finding.ok for finding in findings)
 
 
 PARTS = {"correctness": correctness, "sanitize": sanitized, "bench": bench}
@@ -95,7 +98,12 @@ def main() -> int:
     for part in args.parts:
         evidence.begin(part, **environment(cce))
         begun = time.monotonic()
-        passed = PARTS[part](evidence, args)
+        try:
+            passed = PARTS[part](evidence, args)
+        except Exception as error:  # the other parts still run
+            traceback.print_exc()
+            evidence.set(part, failed=f"{type(error).__name__}: {error}")
+            passed = False
         evidence.set(part, seconds=round(time.monotonic() - begun, 1))
         print(f"{part}: {'passed' if passed else 'FAILED'} in {time.monotonic() - begun:.0f} s", flush=True)
         good &= passed

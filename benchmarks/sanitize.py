@@ -50,7 +50,7 @@ def flags(sanitizer: str, tool: str) -> list[str]:
 
 
 def parse(tool: str, output: str) -> dict:
-    """findings: what the tool counted, None if it printed no summary; the kernels and the output where there are any."""
+    """findings: what the tool counted, None if it printed no summary; the kernels and the output if there are any."""
     counts = [int(count) for pattern in SUMMARIES for count in re.findall(pattern, output)]
     entry = {"tool": tool, "findings": counts[-1] if counts else None}
     if entry["findings"] != 0:
@@ -95,9 +95,8 @@ def run(record: Callable[[str, dict], None], tools: Sequence[str] = TOOLS, extra
         for name in sorted(started, key=lambda name: name != "planted"):
             (process, begun), chosen = started[name]
             code, seconds = finish(process, begun)
-            entry = {"exit": code, "seconds": seconds, "flags": chosen} | judge(
-                name, runs[name][0], Path(scratch) / f"{name}.json"
-            )
+            entry = {"exit": code, "seconds": seconds, "flags": chosen}
+            entry |= judge(name, runs[name][0], Path(scratch) / f"{name}.json")
             good &= entry["ok"]
             record(name, entry)
     return good

@@ -39,6 +39,10 @@ def log_prior(v: int, device) -> torch.Tensor:
     return torch.log_softmax(-torch.log(rank + 2.7), 0).float()
 
 
+def slices(rows: int) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, rows, CHUNK)]
+
+
 def make(
     n: int,
     v: int,
@@ -67,19 +71,17 @@ def make(
     u = torch.sign(normal(d)) / math.sqrt(d)
     weight = (prior - prior.mean()) / BETA  # [V], component of c_j along u
     c = torch.empty(v, d, dtype=dtype, device=device)
-    for rows in torch.arange(v, device=device).split(CHUNK):
-        part = normal(len(rows), d) * (ROW_NORM / math.sqrt(d))
-        c[rows[0] : rows[-1] + 1] = part + weight[rows, None] * u
+    for rows in slices(v):
+        c[rows] = normal(*c[rows].shape) * (ROW_NORM / math.sqrt(d)) + weight[rows, None] * u
 
     odds = (ODDS_MEAN + ODDS_STD * normal(n)).clamp_(*ODDS_RANGE)
     gain = odds - prior[targets] + NOISE**2 / 2  # the background's lse is mean(prior) shifted, plus NOISE^2 / 2
     e = torch.empty(n, d, dtype=dtype, device=device)
-    for rows in torch.arange(n, device=device).split(CHUNK):
+    for rows in slices(n):
         ids = targets[rows]
         direction = c[ids].float() - weight[ids, None] * u
         direction /= direction.square().sum(-1, keepdim=True).clamp_min_(1e-6)
-        part = normal(len(rows), d) * (NOISE / ROW_NORM) + BETA * u + gain[rows, None] * direction
-        e[rows[0] : rows[-1] + 1] = part
+        e[rows] = normal(*e[rows].shape) * (NOISE / ROW_NORM) + BETA * u + gain[rows, None] * direction
 
     bias = (0.5 * normal(v)).to(dtype)
     if ignored >= 1:

@@ -60,7 +60,7 @@ def test_states_look_trained(shape):
 def test_measuring_one_shape(cce):
     """Every step of a row that is measured beside the bare GEMMs, at toy sizes."""
     rows = {}
-    bench.Bench(cce, rows.__setitem__, device="cpu", tiny=True).small()
+    bench.Bench(cce, rows.__setitem__, device="cpu", tiny=True).run("small")
     assert set(rows["small"]["samples_ms"]) == {
         "forward", "step", "z", "de", "dc", "materialized_bf16", "materialized_fp32"
     }  # fmt: skip

@@ -92,6 +92,7 @@ BAD = {
     "other card": (lambda x: x["parts"]["bench"].update(device="NVIDIA A100"), "ran on NVIDIA A100"),
     "no driver": (lambda x: x["parts"]["bench"].update(driver=None), "driver is not recorded"),
     "torch backend": (lambda x: x["parts"]["correctness"].update(module="_cut_cross_entropy_cpu_0123456"), "loaded"),
+    "raised": (lambda x: x["parts"]["bench"].update(failed={"host": "OSError: x"}), "part bench: {'host': 'OSError"),
     "killed part": (lambda x: x["parts"]["sanitize"].pop("seconds"), "did not finish"),
     "missing node": (
         lambda x: recorded(x).pop(NODE),

@@ -61,6 +61,8 @@ def check_environment(name: str, part: dict, sha256: str) -> list[str]:
     problems = [f"part {name}: {key} is not recorded" for key in ENVIRONMENT if not part.get(key)]
     if CARD not in str(part.get("device")):
         problems.append(f"part {name}: ran on {part.get('device')}, the bars are for an {CARD}")
+    if part.get("failed"):
+        problems.append(f"part {name}: {part['failed']}")
     wanted = f"_cut_cross_entropy_cuda_{sha256[:7]}"
     if part.get("module") != wanted:
         problems.append(f"part {name}: loaded {part.get('module')}, the build of these sources is {wanted}")

@@ -10,7 +10,7 @@ from benchmarks.states import make
 
 from .contract import DEVICE, Result, check, hold, random_inputs, random_upstream, run, same_bits, size
 
-FLOAT64_HEAVY = size((4096, 32000, 1024), (64, 512, 64))
+SIZES = size((4096, 32000, 1024), (64, 512, 64))
 
 
 def states(seed=0, ignored=0.1):
@@ -18,7 +18,7 @@ def states(seed=0, ignored=0.1):
 
 
 def test_ten_runs_give_the_same_bits(cce):
-    s = make(*FLOAT64_HEAVY, torch.bfloat16, DEVICE, ignored=0.3)
+    s = make(*SIZES, torch.bfloat16, DEVICE, ignored=0.3)
     options = {"reduction": "none", "return_lse": True, "softcap": 30.0}
     options |= {"upstream": random_upstream(len(s.targets)), "upstream_lse": random_upstream(len(s.targets), seed=2)}
     first = run(cce.linear_cross_entropy, s.e, s.c, s.targets, s.bias, **options)
