@@ -5,6 +5,7 @@ sent as one commit on top of the head that was examined. So a repeated push has 
 lost is recognised as done, and a branch that someone else moved is never overwritten.
 """
 
+import fnmatch
 import hashlib
 import tempfile
 import time
@@ -121,6 +122,8 @@ class KernelRepo:
 
     def read(self, commit: str, *patterns: str) -> Files:
         """The files at `commit` whose paths match one of `patterns`."""
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in self.tree(commit) for pattern in patterns):
+            return {}
         with tempfile.TemporaryDirectory() as folder:
             patiently(
                 lambda: self.api.snapshot_download(

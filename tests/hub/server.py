@@ -109,11 +109,11 @@ class Hub:
         self.requests.append(request)
         fault = self.fault(request)
         action = fault.action if fault else None
-        if callable(action):
-            action = action()
         length = int(handler.headers.get("Content-Length", 0))
         body = handler.rfile.read(length // 2 if action == "drop" else length)
-        if action == "drop":
+        if callable(action):
+            action = action()
+        if action == "drop" or len(body) < length:
             handler.close_connection = True
             return
         try:
