@@ -191,6 +191,7 @@ class _Flat:
         self.e, self.c, self.bias, self.weight = e.reshape(-1, e.shape[-1]), c, bias, weight
         self.targets = self.rolled(targets, ignore_index)
         self.vocab_size = c.shape[0] if vocab_size is None else vocab_size
+        self.needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (self.e, c, bias)]
         self.options = (ignore_index, softcap, float(logit_scale), float(temperature), self.vocab_size)
 
     def rolled(self, per_token, fill):
@@ -211,7 +212,7 @@ class _Flat:
     def fold(self, want_smooth=False, want_entropy=False, want_prediction=False, workspace=None):
         nll, lse, smooth, entropy, prediction, _, _, _, count = ops.fold(
             self.e, self.c, self.targets, self.bias, self.weight if want_smooth else None, *self.options,
-            want_smooth, want_entropy, want_prediction, workspace,
+            want_smooth, want_entropy, want_prediction, self.needs, workspace,
         )  # fmt: skip
         return nll, lse, smooth, entropy, prediction, count.squeeze(0)
 
@@ -267,7 +268,7 @@ def _check(e, c, targets, bias, weight, softcap, shift, logit_scale, temperature
         raise ValueError(f"softcap: got {softcap}, accepted is None or a number > 0")
     if not temperature > 0.0:
         raise ValueError(f"temperature: got {temperature}, accepted is a number > 0")
-    if not math.isfinite(logit_scale):
+    if not -math.inf < logit_scale < math.inf:
         raise ValueError(f"logit_scale: got {logit_scale}, accepted is a finite number")
     if vocab_size is not None and not 0 < vocab_size <= c.shape[0]:
         raise ValueError(f"vocab_size: got {vocab_size}, accepted is 1 to V = {c.shape[0]}")

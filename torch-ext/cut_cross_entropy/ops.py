@@ -4,6 +4,7 @@ Gradients that nobody asked for come back as empty tensors (an operator cannot r
 arguments are never changed, and autocast is off in every body: functional.py has already cast.
 """
 
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -53,9 +54,12 @@ def fold(
     want_smooth: bool,
     want_entropy: bool,
     want_prediction: bool,
+    needs: Sequence[bool],  # gradients that the backward will be asked for: of e, c, bias
     workspace: Optional[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Fold`, empty where not asked for."""
+    """The fields of `Fold`, empty where not asked for. A workspace that the backward could not keep to is refused."""
+    if workspace is not None:
+        recompute.planned(backend_of(e.device), e, vocab_size, needs, workspace)
     problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
     with torch.autocast(e.device.type, enabled=False):
         out = recompute.forward(
@@ -74,7 +78,7 @@ def fold(
 
 @fold.register_fake
 def _(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size,
-      want_smooth, want_entropy, want_prediction, workspace):  # fmt: skip
+      want_smooth, want_entropy, want_prediction, needs, workspace):  # fmt: skip
     n = e.shape[0]
 
     def row(wanted=True, dtype=torch.float32):
@@ -150,7 +154,7 @@ def _(e, c, targets, bias, weight, nll, entropy, m, s, rows, count, g_nll, g_lse
 
 
 def _setup_context(ctx, inputs, output):
-    e, c, targets, bias, weight, *options, _, _, _, workspace = inputs
+    e, c, targets, bias, weight, *options, _, _, _, _, workspace = inputs
     nll, _, _, entropy, prediction, m, s, rows, count = output
     ctx.save_for_backward(e, c, targets, bias, weight, nll, entropy, m, s, rows, count)
     ctx.options, ctx.workspace = options, workspace

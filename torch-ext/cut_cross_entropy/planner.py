@@ -93,8 +93,8 @@ def plan(
         n, v, d: tokens, vocabulary, hidden size.
         dtype: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32`` (or its name).
         device: ``"cuda"`` for the Triton kernels, any other name for the plain torch backend.
-        valid: tokens whose target is not ignored; all of them by default.
-        compacted: whether the valid rows of e are copied together; by default where any row is ignored.
+        valid: tokens whose target is not ignored, where known; otherwise room is kept for any number of them.
+        compacted: whether the valid rows of e are copied together; by default unless `valid` says that all are.
         need_de, need_dc, need_dbias: which gradients are wanted.
         workspace: byte budget over inputs and gradients. Default: max(64 MiB, bytes of e and c, the minimum).
         schedule: ``"auto"`` or ``"recompute"``.
@@ -109,8 +109,9 @@ def plan(
     itemsize = {"bfloat16": 2, "float16": 2, "float32": 4}.get(name)
     if itemsize is None:
         raise TypeError(f"dtype: got {dtype}, accepted are bfloat16, float16 and float32")
+    if compacted is None:
+        compacted = valid is None or valid < n
     valid = n if valid is None else valid
-    compacted = valid < n if compacted is None else compacted
     backward = need_de or need_dc or need_dbias
     fixed, per_column, parts = {}, {}, {"both:row state": STATE_BYTES * n}
     if device == "cuda":

@@ -12,22 +12,35 @@
 """
 
 import os
+import sys
+import warnings
 
 from . import torch as torch_backend
 
 try:
-    from . import triton as triton_backend
-
-    TRITON_MISSING = None
+    from triton.tools import tensor_descriptor  # noqa: F401  Triton 3.4 and up
 except ImportError as error:
-    triton_backend, TRITON_MISSING = None, error
+    found = getattr(sys.modules.get("triton"), "__version__", "none")
+    triton_backend, TRITON_MISSING = None, f"Triton >= 3.4 is needed, found {found} ({error})"
+else:
+    from . import triton as triton_backend
 
 # Triton fixes this when a kernel is decorated; under it the kernels run on CPU tensors, in NumPy.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def backend_of(device):
-    """The module whose primitives run on tensors of this device."""
-    if triton_backend is not None and (device.type == "cuda" or _INTERPRETED):
+    """The module whose primitives run on tensors of this device.
+
+    Raises:
+        ImportError: the interpreter is asked for and Triton is absent or too old. CUDA tensors then run on the torch
+            backend, with one warning.
+    """
+    if device.type != "cuda" and not _INTERPRETED:
+        return torch_backend
+    if triton_backend is not None:
         return triton_backend
+    if _INTERPRETED:
+        raise ImportError(TRITON_MISSING)
+    warnings.warn(f"{TRITON_MISSING}. The plain torch backend is used instead.", RuntimeWarning, stacklevel=2)
     return torch_backend

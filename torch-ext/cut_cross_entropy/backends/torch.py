@@ -55,18 +55,6 @@ def _tile_logits(problem, e, v0, v1):
     return z
 
 
-def _base(m):
-    """The max as an offset that can be subtracted: 0 while every logit so far is -inf."""
-    return torch.where(m == -torch.inf, 0.0, m)
-
-
-def _joined(m, s, tilt, m_new):
-    """s = sum exp(z - m) and tilt = sum exp(z - m)(z - m), relative to a new max."""
-    decay = torch.exp(m - _base(m_new))
-    drop = torch.where(m == -torch.inf, 0.0, m - _base(m_new))
-    return m_new, s * decay, decay * (tilt + s * drop)
-
-
 def fold(problem, rows, count, splits, want_smooth, want_entropy, want_prediction):
     n, (v, _) = problem.e.shape[0], problem.c.shape
     live = int(count)
@@ -82,27 +70,28 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
             w = z.new_ones(v1 - v0) if problem.weight is None else problem.weight[v0:v1].float()
             weighted += z @ w
             total += w.sum()
+        top, id_top = z.max(1)
+        if want_prediction:
+            argmax = torch.where(top > m, id_top + v0, argmax)
         here = ((y >= v0) & (y < v1)).nonzero().squeeze(1)
         at = (here, y[here] - v0)
         z_y[here] = z[at]
         z[at] = -torch.inf
-        top, id_top = z.max(1)
-        if want_prediction:
-            argmax = torch.where(top > m, id_top + v0, argmax)
-        m, s, tilt = _joined(m, s, tilt, torch.maximum(m, top))
-        z -= _base(m).unsqueeze(1)
+        m_new = torch.maximum(m, top)
+        base = torch.where(m_new == -torch.inf, 0.0, m_new)
+        decay = torch.exp(m - base)
+        z -= base.unsqueeze(1)
         p = torch.exp(z)
-        s += p.sum(1)
         if want_entropy:
-            tilt += torch.where(p > 0, p * z, p).sum(1)
+            drop = torch.where(m == -torch.inf, 0.0, m - base)
+            tilt = decay * (tilt + s * drop) + torch.where(p > 0, p * z, p).sum(1)
+        s = s * decay + p.sum(1)
+        m = m_new
     ahead = m - z_y
-    nll = torch.where(ahead > 0, ahead + torch.log(s + torch.exp(-ahead)), torch.log1p(s * torch.exp(ahead)))
-    if want_prediction:
-        argmax = torch.where((z_y > m) | ((z_y == m) & (y < argmax)), y, argmax)
-    m, s, tilt = _joined(m, s, tilt, torch.maximum(m, z_y))
-    z_y = z_y - _base(m)
-    p = torch.exp(z_y)
-    s, tilt = s + p, tilt + torch.where(p > 0, p * z_y, p)
+    gain = torch.exp(-ahead)
+    nll = torch.where(ahead == 0, torch.log1p(s), ahead + torch.log(s + gain))
+    s = s + gain
+    tilt = tilt - torch.where(gain > 0, gain * ahead, 0.0)
     lse = m + torch.log(s)
 
     def spread(values, fill=0):

@@ -20,6 +20,15 @@ def forward(backend, problem, *, want_smooth=False, want_entropy=False, want_pre
     return backend.fold(problem, rows, count, splits, want_smooth, want_entropy, want_prediction)
 
 
+def planned(backend, e, v, needs, workspace, **rows):
+    """The plan for these inputs, or a ValueError where the workspace is below what they need."""
+    need_de, need_dc, need_dbias = needs
+    return plan(
+        *(e.shape[0], v, e.shape[1], e.dtype), device="cuda" if backend.NAME == "triton" else "cpu",
+        need_de=need_de, need_dc=need_dc, need_dbias=need_dbias, workspace=workspace, **rows,
+    )  # fmt: skip
+
+
 def row_gradients(problem, nll, lse, smooth, entropy):
     """Gather what multiplies p in one vector: d lse/dz = p, d smooth/dz = (sum w) p - w."""
     rest = lse
@@ -38,10 +47,9 @@ def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, wo
             if gradient is not None:
                 gradient.zero_()
         return
-    chosen = plan(
-        n, v, d, problem.e.dtype, device="cuda" if backend.NAME == "triton" else "cpu", valid=live, compacted=not known or live < n,
-        need_de=need_de, need_dc=need_dc, need_dbias=need_dbias, workspace=workspace,
-    )  # fmt: skip
+    chosen = planned(
+        backend, problem.e, v, (need_de, need_dc, need_dbias), workspace, valid=live, compacted=not known or live < n
+    )
     unit = backend.panel_unit(problem.e.dtype, problem.targets, problem.ignore_index, gradients)
     e = backend.compact(problem.e, fold.rows, fold.count, live, known, de)
     in_place = need_de and de.dtype == torch.float32 and e is problem.e

@@ -1,8 +1,5 @@
 """The primitives as Triton kernels, for CUDA (compute capability 8.0 and up) and ROCm."""
 
-import triton
-import triton.tools.tensor_descriptor  # noqa: F401  Triton 3.4 and up
-
 from .contract import contract_c, contract_e
 from .dlogits import dlogits, new_panel, panel_unit
 from .fold import fold, fold_splits

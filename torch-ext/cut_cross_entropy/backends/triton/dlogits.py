@@ -29,7 +29,7 @@ def row_vector(values, o_m, m_m, stride, PRESENT: tl.constexpr):
 
 @triton.jit
 def gradient(
-    x, log_p, w, z, a, smooth, entropy, h, inv_cap,
+    x, log_p, w, z, a, smooth, entropy, h, outer,
     HAS_SOFTCAP: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """(a - entropy * (log p + H)) * x - smooth * w, times 1 - tanh^2 under a softcap."""
@@ -39,7 +39,7 @@ def gradient(
     if HAS_SMOOTH:
         dz -= smooth * w
     if HAS_SOFTCAP:
-        dz *= 1.0 - (z * inv_cap) * (z * inv_cap)
+        dz *= 1.0 - (z / outer) * (z / outer)
     return dz
 
 
@@ -48,68 +48,67 @@ def dlogits_kernel(
     e, c, bias, weight, panel,
     targets, rows, count, m, s, loss, entropy,  # row state
     g_nll, g_rest, g_smooth, g_entropy, unit,  # upstream gradients [N]
-    live, V, D, width, i_v0, softcap, scale, inv_temperature, inv_cap, factor,
+    live, V, D, width, i_v0, inner, outer, factor,
     stride_e, stride_c, stride_panel, s_nll, s_rest, s_smooth, s_entropy,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, PANEL_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_UNIT: tl.constexpr,
     HAS_NLL: tl.constexpr, HAS_REST: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    i_m, i_t = grouped(tl.program_id(0), tl.cdiv(live, BM), tl.cdiv(width, BN), GROUP)
-    i_m = i_m * BM
-    i_v = i_v0 + i_t * BN
-    o_m = i_m + tl.arange(0, BM)
-    o_v = i_v + tl.arange(0, BN)
-    b_z = tile_dot(
-        e, c, i_m, tl.minimum(o_m, live - 1).to(tl.int64), i_v, V, D, stride_e, stride_c,
-        BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
-    )  # fmt: skip
-    b_z = transform(
-        b_z, bias, o_v, V, softcap, scale, inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, HAS_TEMPERATURE
-    )
-
-    m_m = o_m < tl.load(count)
-    o_n = tl.load(rows + o_m, mask=m_m, other=0).to(tl.int64)
-    b_y = tl.load(targets + o_n, mask=m_m, other=-1).to(tl.int64)
-    b_scale = factor
-    if HAS_UNIT:
-        b_scale = factor * tl.load(unit)
-    b_nll = row_vector(g_nll, o_n, m_m, s_nll, HAS_NLL) * b_scale
-    b_rest = row_vector(g_rest, o_n, m_m, s_rest, HAS_REST) * b_scale
-
-    b_smooth = row_vector(g_smooth, o_n, m_m, s_smooth, HAS_SMOOTH) * b_scale
-    b_entropy = row_vector(g_entropy, o_n, m_m, s_entropy, HAS_ENTROPY) * b_scale
-    b_h = row_vector(entropy, o_n, m_m, 1, HAS_ENTROPY)
-    b_m = row_vector(m, o_n, m_m, 1, True)
-    b_s = tl.where(m_m, row_vector(s, o_n, m_m, 1, True), 1.0)
-    b_w = tl.full([BN], 1.0, dtype=tl.float32)
-    if HAS_WEIGHT:
-        b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
-
-    # Away from the target q = p = x / s: the division joins the coefficients of the row.
-    b_above = b_z * LOG2E - b_m[:, None]
-    b_dz = gradient(
-        tl.exp2(b_above), LN2 * (b_above - tl.log2(b_s)[:, None]), b_w[None, :], b_z, ((b_nll + b_rest) / b_s)[:, None],
-        b_smooth[:, None], (b_entropy / b_s)[:, None], b_h[:, None], inv_cap, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
-    )  # fmt: skip
-    if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
-        b_log_py = -row_vector(loss, o_n, m_m, 1, True)
-        b_py = exp(b_log_py)
-        b_wy = tl.full([BM], 1.0, dtype=tl.float32)
-        if HAS_WEIGHT:
-            b_wy = row_vector(weight, tl.maximum(b_y, 0), m_m, 1, True)
-        b_dzy = gradient(
-            1.0, b_log_py, b_wy, LN2 * (b_m + tl.log2(b_s)) + b_log_py, b_nll * expm1(b_log_py) + b_rest * b_py,
-            b_smooth, b_entropy * b_py, b_h, inv_cap, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+    blocks, columns = tl.cdiv(live, BM), tl.cdiv(width, BN)
+    for i in tl.range(tl.program_id(0), blocks * columns, tl.num_programs(0), flatten=FLATTEN):
+        i_m, i_t = grouped(i, blocks, columns, GROUP)
+        i_m = i_m * BM
+        i_v = i_v0 + i_t * BN
+        o_m = i_m + tl.arange(0, BM)
+        o_v = i_v + tl.arange(0, BN)
+        b_z = tile_dot(
+            e, c, i_m, tl.minimum(o_m, live - 1).to(tl.int64), i_v, V, D, stride_e, stride_c,
+            BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
-        b_dz = tl.where(o_v[None, :] == b_y[:, None], b_dzy[:, None], b_dz)
-    if PANEL_DESCRIPTOR:
-        panel.store([i_m, i_t * BN], b_dz.to(panel.dtype))
-    else:
-        p_panel = panel + o_m.to(tl.int64)[:, None] * stride_panel + (i_t * BN + tl.arange(0, BN))[None, :]
-        tl.store(p_panel, b_dz.to(panel.dtype.element_ty), mask=(o_m < live)[:, None] & (o_v < i_v0 + width)[None, :])
+        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, HAS_SOFTCAP)
+
+        m_m = o_m < tl.load(count)
+        o_n = tl.load(rows + o_m, mask=m_m, other=0).to(tl.int64)
+        b_y = tl.load(targets + o_n, mask=m_m, other=-1).to(tl.int64)
+        b_scale = factor
+        if HAS_UNIT:
+            b_scale = factor * tl.load(unit)
+        b_nll = row_vector(g_nll, o_n, m_m, s_nll, HAS_NLL) * b_scale
+        b_rest = row_vector(g_rest, o_n, m_m, s_rest, HAS_REST) * b_scale
+
+        b_smooth = row_vector(g_smooth, o_n, m_m, s_smooth, HAS_SMOOTH) * b_scale
+        b_entropy = row_vector(g_entropy, o_n, m_m, s_entropy, HAS_ENTROPY) * b_scale
+        b_h = row_vector(entropy, o_n, m_m, 1, HAS_ENTROPY)
+        b_m = row_vector(m, o_n, m_m, 1, True)
+        b_s = tl.where(m_m, row_vector(s, o_n, m_m, 1, True), 1.0)
+        b_w = tl.full([BN], 1.0, dtype=tl.float32)
+        if HAS_WEIGHT:
+            b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+
+        # Away from the target q = p = x / s: the division joins the coefficients of the row.
+        b_above = b_z - b_m[:, None]
+        b_dz = gradient(
+            tl.exp2(b_above), LN2 * (b_above - tl.log2(b_s)[:, None]), b_w[None, :], b_z, ((b_nll + b_rest) / b_s)[:, None],
+            b_smooth[:, None], (b_entropy / b_s)[:, None], b_h[:, None], outer, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+        )  # fmt: skip
+        if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
+            b_log_py = -row_vector(loss, o_n, m_m, 1, True)
+            b_py = exp(b_log_py)
+            b_wy = tl.full([BM], 1.0, dtype=tl.float32)
+            if HAS_WEIGHT:
+                b_wy = row_vector(weight, tl.maximum(b_y, 0), m_m, 1, True)
+            b_dzy = gradient(
+                1.0, b_log_py, b_wy, (b_m + tl.log2(b_s)) + LOG2E * b_log_py, b_nll * expm1(b_log_py) + b_rest * b_py,
+                b_smooth, b_entropy * b_py, b_h, outer, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+            )  # fmt: skip
+            b_dz = tl.where(o_v[None, :] == b_y[:, None], b_dzy[:, None], b_dz)
+        if PANEL_DESCRIPTOR:
+            panel.store([i_m, i_t * BN], b_dz.to(panel.dtype))
+        else:
+            p_panel = panel + o_m.to(tl.int64)[:, None] * stride_panel + (i_t * BN + tl.arange(0, BN))[None, :]
+            tl.store(p_panel, b_dz.to(panel.dtype.element_ty), mask=(o_m < live)[:, None] & (o_v < i_v0 + width)[None, :])
 
 
 def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
@@ -124,16 +123,19 @@ def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
     panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config)
     upstream = (gradients.nll, gradients.rest, gradients.smooth, gradients.entropy)
     width = v1 - v0
+    tiles = triton.cdiv(live, tile.BM) * triton.cdiv(width, tile.BN)
+    # With descriptors one program per multiprocessor walks over tiles: the loads of the next start under the epilogue.
+    described = e_descriptor and c_descriptor and panel_descriptor
     launch(
-        dlogits_kernel, triton.cdiv(live, tile.BM) * triton.cdiv(width, tile.BN), device,
+        dlogits_kernel, min(tiles, configs.processors_of(device)) if described else tiles, device,
         e_operand, c_operand, bias, problem.weight, panel_operand,
         problem.targets, fold.rows, fold.count, fold.m, fold.s, fold.nll, fold.entropy,
         *upstream, unit,
-        live, c.shape[0], c.shape[1], width, v0, *scalars, problem.temperature / (problem.softcap or 1.0), problem.scale / problem.temperature,
+        live, c.shape[0], c.shape[1], width, v0, *scalars, problem.scale / problem.temperature,
         e.stride(0), c.stride(0), panel.stride(0), *(0 if g is None else g.stride(0) for g in upstream),
         BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP,
         E_DESCRIPTOR=e_descriptor, C_DESCRIPTOR=c_descriptor, PANEL_DESCRIPTOR=panel_descriptor,
-        EVEN_D=c.shape[1] % tile.BK == 0, PRECISION=configs.precision_of(e.dtype), **flags,
+        EVEN_D=c.shape[1] % tile.BK == 0, PRECISION=configs.precision_of(e.dtype), FLATTEN=described, **flags,
         HAS_WEIGHT=problem.weight is not None, HAS_UNIT=unit is not None,
         HAS_NLL=gradients.nll is not None, HAS_REST=gradients.rest is not None,
         HAS_SMOOTH=gradients.smooth is not None, HAS_ENTROPY=gradients.entropy is not None,

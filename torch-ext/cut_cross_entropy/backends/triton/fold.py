@@ -1,14 +1,13 @@
-"""The fold: one pass over the vocabulary that keeps, per row, the target's logit and, over all other classes, the max
-and the sum of exponentials.
+"""The fold: one pass over the vocabulary that keeps, per row, the target's logit, the max over all classes and the sum
+of exponentials over all other classes.
 
-Exponentials are base 2 and logits in units of log2(e), so that z - m is one fused multiply-add. For each tile of
-logits, still in registers, with the target's column taken out where it goes by:
+Exponentials are base 2, and logits in units of log2(e). For each tile of logits, still in registers, with the target's column taken out where it goes by:
 
-    m' = max(m, max_v z_v)      s' = s * 2^(m - m') + sum_v 2^(z_v - m')
+    m' = max(m, max_v z_v)      s' = s * 2^(m - m') + sum_{v != y} 2^(z_v - m')
 
-and at the end, with r = s * 2^(m - z_y) the mass of the others relative to the target's,
+and at the end
 
-    loss = log(1 + r)
+    loss = log(1 + s) where the target's logit is the max, else (m - z_y) + log(s + 2^(z_y - m))
 
 which keeps the loss of a confident token, and with it its gradient, to full relative precision, and is never negative.
 
@@ -26,7 +25,7 @@ from ...problem import Fold
 from . import configs
 from .launch import launch
 from .logits import grouped, logit_arguments, tile_dot, transform
-from .math import LN2, LOG2E, log1p
+from .math import LN2, log1p
 
 
 @triton.jit
@@ -35,16 +34,27 @@ def base_of(b_m):
     return tl.where(b_m == float("-inf"), 0.0, b_m)
 
 
+@triton.jit
+def largest(b_z, WANT_ARGMAX: tl.constexpr):
+    """Max of each row and, where wanted, its first column."""
+    if WANT_ARGMAX:
+        b_top, b_at = tl.max(b_z, 1, return_indices=True, return_indices_tie_break_left=True)
+    else:
+        b_top = tl.max(b_z, 1)
+        b_at = tl.zeros(b_top.shape, dtype=tl.int32)
+    return b_top, b_at
+
+
 @triton.jit(do_not_specialize=["N", "V", "splits"])
 def fold_kernel(
     e, c, bias, weight, targets, rows, count,  # inputs
     part_m, part_s, part_weighted, part_tilt, part_argmax, target_logit,  # [splits, N] each, [N]
-    N, V, D, splits, softcap, scale, inv_temperature,
+    N, V, D, splits, inner, outer,
     stride_e, stride_c,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
     LISTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
     i_m, i_s = grouped(tl.program_id(0), tl.cdiv(N, BM), splits, GROUP)
@@ -75,36 +85,33 @@ def fold_kernel(
     tiles = tl.cdiv(V, BN)
     first = (tiles.to(tl.int64) * i_s // splits).to(tl.int32)
     last = (tiles.to(tl.int64) * (i_s + 1) // splits).to(tl.int32)
-    for i_t in range(first, last):
+    for i_t in tl.range(first, last, flatten=FLATTEN):
         i_v = i_t * BN
         o_v = i_v + tl.arange(0, BN)
         b_z = tile_dot(
             e, c, i_m, o_m, i_v, V, D, stride_e, stride_c,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
-        b_z = transform(
-            b_z, bias, o_v, V, softcap, scale, inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, HAS_TEMPERATURE
-        )
+        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, HAS_SOFTCAP)
         if WANT_SMOOTH:
             b_wz = b_z
             if HAS_WEIGHT:
                 b_wz = b_z * tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
             b_weighted += tl.sum(tl.where((o_v < V)[None, :], b_wz, 0.0), 1)
+        b_top, b_at = largest(b_z, WANT_ARGMAX)
         if i_v + BN > V:
             b_z = tl.where((o_v < V)[None, :], b_z, float("-inf"))
+            b_top, b_at = largest(b_z, WANT_ARGMAX)
         if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
             b_hit = o_v[None, :] == b_y[:, None]
             b_target += tl.sum(tl.where(b_hit, b_z, 0.0), 1)
             b_z = tl.where(b_hit, float("-inf"), b_z)
         if WANT_ARGMAX:
-            b_top, b_at = tl.max(b_z, 1, return_indices=True, return_indices_tie_break_left=True)
-            b_argmax = tl.where(b_top * LOG2E > b_m, i_v + b_at, b_argmax)
-        else:
-            b_top = tl.max(b_z, 1)
-        b_new = tl.maximum(b_m, b_top * LOG2E)
+            b_argmax = tl.where(b_top > b_m, i_v + b_at, b_argmax)
+        b_new = tl.maximum(b_m, b_top)
         b_base = base_of(b_new)
         b_decay = tl.exp2(b_m - b_base)
-        b_z = b_z * LOG2E - b_base[:, None]
+        b_z -= b_base[:, None]
         b_p = tl.exp2(b_z)
         if WANT_ENTROPY:
             b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
@@ -161,26 +168,13 @@ def merge_kernel(
         b_s = b_s * b_decay + b_add * b_gain
         b_m = b_new
         o_part += N
-    b_y = tl.load(targets + o_n, mask=m_v, other=0).to(tl.int64)
     b_target = tl.load(target_logit + o_n, mask=m_v, other=0.0)
-    b_target2 = b_target * LOG2E
-    b_ahead = b_m - b_target2
-    b_nll = tl.where(
-        b_ahead > 0.0,
-        LN2 * (b_ahead + tl.log2(b_s + tl.exp2(-b_ahead))),
-        log1p(b_s * tl.exp2(tl.where(b_s > 0.0, b_ahead, 0.0))),
-    )
-    if WANT_ARGMAX:
-        b_first = (b_target2 > b_m) | ((b_target2 == b_m) & (b_y < b_argmax))
-        b_argmax = tl.where(b_first, b_y, b_argmax.to(tl.int64))
-    b_new = tl.maximum(b_m, b_target2)
-    b_base = base_of(b_new)
-    b_decay, b_gain = tl.exp2(b_m - b_base), tl.exp2(b_target2 - b_base)
+    b_ahead = b_m - b_target
+    b_gain = tl.exp2(-b_ahead)
+    b_nll = tl.where(b_ahead == 0.0, log1p(b_s), LN2 * (b_ahead + tl.log2(b_s + b_gain)))
+    b_s += b_gain
     if WANT_ENTROPY:
-        b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
-        b_tilt = b_decay * (b_tilt + b_s * b_drop) + tl.where(b_gain > 0.0, b_gain * (b_target2 - b_base), b_gain)
-    b_s = b_s * b_decay + b_gain
-    b_m = b_new
+        b_tilt -= tl.where(b_gain > 0.0, b_gain * b_ahead, 0.0)
     b_lse = LN2 * (b_m + tl.log2(b_s))
     tl.store(nll + o_n, tl.where(valid, b_nll, 0.0), mask=m_n)
     tl.store(lse + o_n, tl.where(valid, b_lse, 0.0), mask=m_n)
@@ -190,11 +184,11 @@ def merge_kernel(
         total = V.to(tl.float32)
         if HAS_WEIGHT:
             total = tl.load(total_weight)
-        tl.store(smooth + o_n, tl.where(valid, total * b_lse - b_weighted, 0.0), mask=m_n)
+        tl.store(smooth + o_n, tl.where(valid, total * b_lse - LN2 * b_weighted, 0.0), mask=m_n)
     if WANT_ENTROPY:
         tl.store(entropy + o_n, tl.where(valid, LN2 * (tl.log2(b_s) - b_tilt / b_s), 0.0), mask=m_n)
     if WANT_ARGMAX:
-        tl.store(prediction + o_n, tl.where(valid, b_argmax, -1), mask=m_n)
+        tl.store(prediction + o_n, tl.where(valid, b_argmax, -1).to(tl.int64), mask=m_n)
 
 
 def fold_splits(n, v, d, dtype, device):
@@ -240,7 +234,7 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
             n, v, d, splits, *scalars, e.stride(0), c.stride(0),
             BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP, DENSE=configs.DENSE, LISTED=listed,
             E_DESCRIPTOR=described, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
-            PRECISION=configs.precision_of(e.dtype), **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
+            PRECISION=configs.precision_of(e.dtype), FLATTEN=described and c_descriptor, **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     launch(
         merge_kernel, triton.cdiv(n, 128), device,

@@ -1,7 +1,10 @@
 """A tile of logits: the matrix product on the tensor cores, and what turns a dot product into a logit.
 
-z [BM, BN] = softcap * tanh((e[rows] @ c[columns].T + bias) * scale / softcap) * inv_temperature, in fp32.
+z [BM, BN] = softcap * tanh((e[rows] @ c[columns].T + bias) * scale / softcap) / temperature, in fp32 and in units of
+log2(e), so that an exponential is one power of two.
 """
+
+import math
 
 import triton
 import triton.language as tl
@@ -49,29 +52,25 @@ def tile_dot(
 
 
 @triton.jit
-def transform(
-    b_z, bias, o_v, V, softcap, scale, inv_temperature,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-):  # fmt: skip
-    """Dot products -> logits."""
+def transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Dot products -> logits in units of log2(e): (dot + bias) * inner, or outer * tanh of it under a softcap.
+
+    The multiplication is unconditional and comes first: an accumulator whose first use lies inside a branch would make
+    the compiler wait for every matrix product.
+    """
     if HAS_BIAS:
-        b_z += tl.load(bias + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
-    if HAS_SCALE:
-        b_z *= scale
+        b_dot += tl.load(bias + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+    b_z = b_dot * inner
     if HAS_SOFTCAP:
-        b_z = softcap * tanh(b_z / softcap)
-    if HAS_TEMPERATURE:
-        b_z *= inv_temperature
+        b_z = outer * tanh(b_z)
     return b_z
 
 
 def logit_arguments(problem):
-    """Run-time scalars and compile-time flags of `transform`."""
-    scalars = (problem.bias, problem.softcap or 1.0, problem.scale, 1.0 / problem.temperature)
-    flags = dict(
-        HAS_BIAS=problem.bias is not None,
-        HAS_SOFTCAP=problem.softcap is not None,
-        HAS_SCALE=problem.scale != 1.0,
-        HAS_TEMPERATURE=problem.temperature != 1.0,
-    )
-    return scalars, flags
+    """Run-time scalars (bias, inner, outer) and compile-time flags of `transform`."""
+    unit = math.log2(math.e) / problem.temperature
+    if problem.softcap is None:
+        inner, outer = problem.scale * unit, 1.0
+    else:
+        inner, outer = problem.scale / problem.softcap, problem.softcap * unit
+    return (problem.bias, inner, outer), dict(HAS_BIAS=problem.bias is not None, HAS_SOFTCAP=problem.softcap is not None)
