@@ -9,10 +9,12 @@ error; the one under test may have twice that, plus the unit roundoff u of the d
     |err| <= 2 * |err of the once-rounded float64 computation| + u * |reference|      (Frobenius norms)
     per-token losses:  |err| <= 1e-5 * max(1, |lse|)
 
-fp32 logits are themselves a rounding that a 16-bit panel hides and an fp32 panel does not: for fp32 inputs the
-once-rounded computation starts from logits perturbed by 4u of their sum of absolute products.
+A 16-bit panel hides the roundings of fp32 arithmetic, an fp32 panel does not. For fp32 inputs, therefore, the
+once-rounded computation starts from logits perturbed by 4u of their sum of absolute products, and 16u of the sum of
+absolute products of each contraction is allowed on top.
 """
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 
@@ -127,13 +129,14 @@ def check(cce, case, function="linear_cross_entropy", needs=("e", "c", "bias")):
     """Run the kernel and hold every output and gradient to the contract. Returns what the kernel gave."""
     got = run(getattr(cce, function), case, needs=needs)
     want = truth(cce, case, function)
-    model = once_rounded(cce, case, function, want)
-    size = 1 + (case.options.get("weight").max().item() if torch.is_tensor(case.options.get("weight")) else 0)
+    model, slack = once_rounded(cce, case, function)
+    weights = [t.max().item() for t in map(case.options.get, ("weight", "token_weight")) if t is not None and t.numel()]
+    size = math.prod(max(1.0, w) for w in weights)
     for name, t in got.items():
         assert t.shape == want[name].shape, f"{name}: shape {tuple(t.shape)}, not {tuple(want[name].shape)}"
         if name in ("de", "dc", "dbias"):
             assert t.dtype == getattr(case, name[1:]).dtype, f"{name} is {t.dtype}"
-            assert_gradient(name, t, want[name], model[name])
+            assert_gradient(name, t, want[name], model[name], slack[name])
         elif t.is_floating_point():
             assert t.dtype == torch.float32, f"{name} is {t.dtype}"
             assert_loss(name, t, want[name], lse_of(cce, case), size)
@@ -142,11 +145,11 @@ def check(cce, case, function="linear_cross_entropy", needs=("e", "c", "bias")):
     return got
 
 
-def assert_gradient(name, got, want, model):
+def assert_gradient(name, got, want, model, slack):
     assert got.isfinite().all(), f"{name} is not finite"
     err = (got.double() - want).norm().item()
     unavoidable = (model - want).norm().item()
-    bound = 2 * unavoidable + torch.finfo(got.dtype).eps / 2 * want.norm().item()
+    bound = 2 * unavoidable + torch.finfo(got.dtype).eps / 2 * want.norm().item() + slack + 1e-14
     assert err <= bound, f"{name}: error {err:.3e} of {want.norm().item():.3e}, allowed {bound:.3e}"
 
 
@@ -196,8 +199,8 @@ def ignored_rows(case):
     return ignored
 
 
-def once_rounded(cce, case, function="linear_cross_entropy", want=None):
-    """de, dc, dbias from the float64 panel rounded once to the dtype, each contraction rounded once.
+def once_rounded(cce, case, function="linear_cross_entropy"):
+    """de, dc, dbias from the float64 panel rounded once to the dtype, each contraction rounded once; the fp32 slack.
 
     The panel is the reference's gradient with respect to e when the logits stand in for e and the identity for c.
     """
@@ -218,12 +221,14 @@ def once_rounded(cce, case, function="linear_cross_entropy", want=None):
         panel = (panel / scale).to(dtype).double() * scale
     else:
         panel = panel.to(dtype).double()
-    rounded = {
-        "de": (panel @ c).reshape(e.shape),
-        "dc": panel.T @ e.reshape(-1, e.shape[-1]),
-        "dbias": panel.sum(0),
-    }
-    return {name: t.to(dtype).double() for name, t in rounded.items()}
+
+    def contractions(panel, e, c):
+        rows = e.reshape(-1, e.shape[-1])
+        return {"de": (panel @ c).reshape(e.shape), "dc": panel.T @ rows, "dbias": panel.sum(0)}
+
+    model = {name: t.to(dtype).double() for name, t in contractions(panel, e, c).items()}
+    sizes = contractions(panel.abs(), e.abs(), c.abs())
+    return model, {name: 16 * 2**-24 * t.norm().item() * (dtype == torch.float32) for name, t in sizes.items()}
 
 
 def relative_error(got, want):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from common.layouts import LAYOUTS
 from common.poison import poisoned_memory  # noqa: F401
 from helpers import DEVICE, DTYPES, IGNORE, INTERPRET, check, make_case, outputs_of, pick, run
 
@@ -201,28 +202,7 @@ def test_shift_never_crosses_rows(cce):
         torch.testing.assert_close(got[row], alone, rtol=1e-6, atol=1e-6)
 
 
-def layouts():
-    """Name -> a function that gives equal values in another layout."""
-
-    def transposed(t):
-        return t.transpose(0, -1).contiguous().transpose(0, -1)
-
-    def strided(t):
-        return torch.stack([t, torch.full_like(t, 77)], dim=-1)[..., 0]
-
-    def offset(t):
-        return torch.cat([torch.full_like(t[:1], 77), t])[1:]
-
-    def row_padded(t):
-        return torch.cat([t, torch.full_like(t, 77)], dim=-1)[..., : t.shape[-1]]
-
-    def flipped_storage(t):
-        return t.flip(0).as_strided(t.shape, t.stride()).flip(0)
-
-    return [transposed, strided, offset, row_padded, flipped_storage]
-
-
-@pytest.mark.parametrize("layout", layouts(), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides(cce, layout, dtype):
     case = make_case(N, V, D, dtype, bias=True, reduction="none", weight=True, token_weight=True, label_smoothing=0.1)

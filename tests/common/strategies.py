@@ -1,0 +1,109 @@
+"""Hypothesis draws calls: shapes, dtypes, layouts, options in any combination, upstream gradients."""
+
+import math
+
+import torch
+from common.layouts import LAYOUTS
+from helpers import DEVICE, DTYPES, IGNORE, make_case, pick
+from hypothesis import strategies as st
+
+LARGEST = pick(300, 40)
+EDGES = [n for n in (0, 1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129) if n <= LARGEST]
+
+
+def sizes(least=0):
+    """Half of them at the edges of tiles."""
+    return st.one_of(st.sampled_from([n for n in EDGES if n >= least]), st.integers(least, LARGEST))
+
+
+def maybe(strategy):
+    """Mostly absent, so that options meet in small groups as well as all together."""
+    return st.one_of(st.none(), st.none(), strategy)
+
+
+def shapes(pool=None):
+    """(N, V, D), from a pool where every new size would cost a compilation."""
+    return st.sampled_from(pool) if pool else st.tuples(sizes(), sizes(1), sizes(1))
+
+
+@st.composite
+def cases(draw, pool=None, dtypes=DTYPES):
+    """(function name, Case, which inputs need gradients, whether the smallest workspace is to be used)."""
+    n, v, d = draw(shapes(pool))
+    function = draw(st.sampled_from(["linear_cross_entropy"] * 4 + ["linear_token_stats"]))
+    shift = draw(st.sampled_from([False, False, True]))
+    shape = draw(st.sampled_from([(n,), (1, n), (n, 1), (2, n // 2)])) if n else (0,)
+    vocab_size = draw(maybe(st.integers(max(1, v - 40), v)))
+    classes = vocab_size or v  # of a single class nothing is left after smoothing, and no relative accuracy of it
+    spread, scale = draw(st.sampled_from([0.0, 0.5, 3.0, 12.0])), draw(st.sampled_from([1.0, 1.0, 0.3, -2.0]))
+    options = {
+        "ignore_index": draw(st.sampled_from([IGNORE, IGNORE, -1, 0, v - 1, v + 5])),
+        "softcap": draw(maybe(st.sampled_from([2.0, 10.0]).map(lambda x: x * (spread + 1) * abs(scale)))),
+        "logit_scale": scale,
+        "temperature": draw(st.sampled_from([1.0, 1.0, 0.6, 4.0])),
+        "vocab_size": vocab_size,
+        "shift": shift,
+    }
+    if function == "linear_cross_entropy":
+        reduction = draw(st.sampled_from(["mean", "sum", "none"]))
+        options |= {
+            "reduction": reduction,
+            "return_lse": draw(st.booleans()),
+            "weight": draw(maybe(st.just(True))),
+            "token_weight": draw(maybe(st.just(True))),
+            "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 0.9])) if classes > 1 else 0.0,
+            "z_loss": draw(st.sampled_from([0.0, 0.0, 1e-4, 0.1])),
+            "num_items": draw(maybe(st.sampled_from([1, 40, 2.5, torch.tensor(12)]))) if reduction == "mean" else None,
+        }
+    case = make_case(
+        shape,
+        v,
+        d,
+        draw(st.sampled_from(dtypes)),
+        bias=draw(st.booleans()),
+        ignored=draw(st.sampled_from([0.0, 0.3, 0.9, 2.0])),
+        spread=spread,
+        seed=draw(st.integers(0, 2**31)),
+        **options,
+    )
+    if case.bias is not None and not options.get("label_smoothing") and scale > 0 and draw(st.booleans()):
+        exclude_some_classes(case)
+    draw_upstream_gradients(draw, case)
+    case.targets = case.targets.to(draw(st.sampled_from([torch.int64, torch.int32])))
+    for name in ("e", "c", "bias", "targets"):
+        t = getattr(case, name)
+        if t is not None and t.numel():
+            setattr(case, name, draw(st.sampled_from(LAYOUTS))(t))
+    inputs = ["e", "c"] + ["bias"] * (case.bias is not None)
+    needs = draw(st.lists(st.sampled_from(inputs), unique=True).map(tuple))
+    return function, case, needs or tuple(inputs), draw(st.booleans())
+
+
+def exclude_some_classes(case):
+    """-inf for every third class that is no target."""
+    excluded = torch.arange(case.bias.numel(), device=DEVICE) % 3 == 1
+    excluded[case.targets[(case.targets >= 0) & (case.targets < excluded.numel())].long()] = False
+    excluded[(case.options.get("vocab_size") or excluded.numel()) - 1] = False
+    case.bias[excluded] = -math.inf
+
+
+def draw_upstream_gradients(draw, case):
+    """Scalars of any size; per-token gradients dense, of stride 0 or 2, or mostly zero."""
+    shape = list(case.targets.shape)
+    if case.options["shift"] and shape[-1]:
+        shape[-1] -= 1
+    size = draw(st.sampled_from([1.0, 1.0, -0.01, 64.0]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    reduced = case.options.get("reduction") in ("mean", "sum")
+    for name in ("loss", "logprob", "lse", "entropy"):
+        if name == "loss" and reduced:
+            case.upstream[name] = torch.tensor(size, device=DEVICE)
+            continue
+        dense = (torch.randn(*shape, 2, generator=generator) * size).to(DEVICE)
+        kind = draw(st.sampled_from(["dense", "stride 0", "sparse", "zero"]))
+        case.upstream[name] = {
+            "dense": dense[..., 0],
+            "stride 0": torch.tensor(size, device=DEVICE).expand(shape),
+            "sparse": dense[..., 1] * (dense[..., 0].abs() > 1.5 * abs(size)),
+            "zero": torch.zeros(shape, device=DEVICE),
+        }[kind]
