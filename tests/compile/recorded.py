@@ -64,7 +64,7 @@ def compile_for(launch, backend, arch, warp_size=32):
 
 def resources(compiled, arch):
     """(registers, spilled bytes) by ptxas's own report for the compiled PTX."""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if arch >= 100 else "ptxas")
     suffix = "a" if arch >= 90 else ""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])

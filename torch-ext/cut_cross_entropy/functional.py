@@ -132,11 +132,12 @@ def linear_cross_entropy(
         penalty = None if penalty is None else torch.where(flat.valid, token_weight * penalty, 0.0)
 
     if reduction == "mean":
-        tokens = count if token_weight is None else token_weight.sum()
+        tokens = count.clamp(min=1) if token_weight is None else token_weight.sum()
         weights = tokens
         if weight is not None:
             weights = (token_class_weight if token_weight is None else token_weight * token_class_weight).sum()
-        loss = _divide(loss.sum(), weights if num_items is None else num_items)
+        plain = num_items is None and weight is None and token_weight is None
+        loss = loss.sum() / weights if plain else _divide(loss.sum(), weights if num_items is None else num_items)
         if penalty is not None:
             loss = loss + _divide(penalty.sum(), tokens if num_items is None else num_items)
     else:
@@ -210,7 +211,8 @@ class _Flat:
         return self.targets != self.ignore_index
 
     def fold(self, want_smooth=False, want_entropy=False, want_prediction=False, workspace=None):
-        nll, lse, smooth, entropy, prediction, _, _, _, count = ops.fold(
+        run = ops.fold_of(self.e, self.c, self.targets, self.bias, self.weight)
+        nll, lse, smooth, entropy, prediction, _, _, _, count = run(
             self.e, self.c, self.targets, self.bias, self.weight if want_smooth else None, *self.options,
             want_smooth, want_entropy, want_prediction, self.needs, workspace,
         )  # fmt: skip

@@ -162,11 +162,11 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, g_nll, g_lse, g_smooth, g_entropy, *_):
+def _backward(ctx, g_nll, g_lse, g_smooth, g_entropy, *_, run=None):
     need_de, need_dc, _, need_dbias, *_ = ctx.needs_input_grad
     if all(g is None for g in (g_nll, g_lse, g_smooth, g_entropy)):
         return (None,) * len(ctx.needs_input_grad)
-    de, dc, dbias = recompute_backward(
+    de, dc, dbias = (run or recompute_backward)(
         *ctx.saved_tensors, g_nll, g_lse, g_smooth, g_entropy, *ctx.options, need_de, need_dc, need_dbias, ctx.workspace
     )
     gradients = [None] * len(ctx.needs_input_grad)
@@ -177,6 +177,26 @@ def _backward(ctx, g_nll, g_lse, g_smooth, g_entropy, *_):
 
 
 fold.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """The same bodies and derivative without the dispatcher, whose checks cost more than a small step does."""
+
+    forward = staticmethod(fold._init_fn)
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        create_graph = torch.is_grad_enabled()
+        return _backward(ctx, *gradients, run=None if create_graph else recompute_backward._init_fn)
+
+
+def fold_of(*tensors):
+    """`fold`, or its eager form where nothing traces the call: plain tensors, no compiler, no dispatch mode."""
+    plain = all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    if plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
+        return _Eager.apply
+    return fold
 
 
 def _no_second_derivative(ctx, *_):

@@ -35,7 +35,6 @@ class Plan:
         schedule: name of the order of loops.
         panel: vocabulary columns per panel of the backward (its row stride as well).
         panels: how many panels cover the vocabulary.
-        splits: vocabulary splits of the forward on CUDA (1 elsewhere).
         parts: scratch bytes by name; ``forward:`` parts and ``backward:`` parts are not alive together.
         flops: floating-point operations of all GEMMs.
     """
@@ -43,7 +42,6 @@ class Plan:
     schedule: str
     panel: int
     panels: int
-    splits: int
     parts: dict[str, int] = field(default_factory=dict)
     flops: int = 0
 
@@ -61,14 +59,21 @@ class Plan:
         return "\n".join([*lines, f"  {'peak':<24} {self.workspace / MIB:12.2f} MiB"])
 
 
-def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, processors: int) -> int:
-    """Vocabulary splits of the fold: about eight waves of programs where D is large, two where it is small.
+def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, processors: int) -> tuple[int, int]:
+    """Vocabulary splits of the fold, over all rows and over a list of valid rows that may be a tenth of them.
 
-    Long programs amortise the start of the pipeline, many waves even out the end of the launch.
+    Over all rows: the fewest waves of the least idle programs. Programs in flight read up to `processors` row blocks
+    side by side; more than about 40 MB of them would not stay in L2 while the vocabulary goes by.
     """
     row_blocks, tiles = -(-max(n, 1) // block_m), -(-v // block_n)
-    waves = 8 if d >= 2048 and row_blocks * tiles >= 64 * processors else 2
-    return max(1, min(tiles, round(waves * processors / row_blocks)))
+    least = min(tiles, max(1, round(min(processors, row_blocks) * block_m * d * 2 / (40 * MIB))))
+    most = min(tiles, max(least, -(-4 * processors // row_blocks)))
+
+    def cost(splits):
+        return -(-row_blocks * splits // processors) * (-(-tiles // splits) + 0.5)
+
+    every = min(range(least, most + 1), key=cost)
+    return every, min(tiles, max(every, -(-16 * processors // row_blocks)))
 
 
 def plan(
@@ -85,7 +90,6 @@ def plan(
     need_dbias: bool = False,
     workspace: int | None = None,
     schedule: str = "auto",
-    splits: int | None = None,
 ) -> Plan:
     """The plan that ``linear_cross_entropy`` follows for these sizes.
 
@@ -98,7 +102,6 @@ def plan(
         need_de, need_dc, need_dbias: which gradients are wanted.
         workspace: byte budget over inputs and gradients. Default: max(64 MiB, bytes of e and c, the minimum).
         schedule: ``"auto"`` or ``"recompute"``.
-        splits: vocabulary splits of the forward, where known (by default that of a device of 132 multiprocessors).
 
     Raises:
         ValueError: the budget is below what the sizes need, or the schedule is unknown.
@@ -115,8 +118,8 @@ def plan(
     backward = need_de or need_dc or need_dbias
     fixed, per_column, parts = {}, {}, {"both:row state": STATE_BYTES * n}
     if device == "cuda":
-        splits = splits or forward_splits(n, v, d, block_m=128, block_n=256, processors=132)
-        parts["forward:split partials"] = 8 * splits * n
+        # Of a device of 132 multiprocessors, a twentieth of a percent of the logits.
+        parts["forward:split partials"] = 8 * n * max(forward_splits(n, v, d, block_m=128, block_n=256, processors=132))
         if backward:
             in_place = name == "float32" and not compacted
             fixed["backward:dE accumulator"] = 4 * valid * d * (need_de and not in_place)
@@ -124,7 +127,7 @@ def plan(
             per_column["backward:panel"] = itemsize * valid
             per_column["backward:fp32 dC panel"] = 4 * d * (name == "float16" and need_dc)
     else:
-        splits, widened, tile = 1, itemsize < 4, min(v, PANEL_STEP)
+        widened, tile = itemsize < 4, min(v, PANEL_STEP)
         copied = 4 * valid * d * (widened or compacted)
         parts["forward:fp32 operands"] = copied + 4 * tile * d * widened
         parts["forward:logits"] = 12 * valid * tile
@@ -147,7 +150,7 @@ def plan(
             f"workspace: got {workspace} bytes, these sizes (N = {n}, V = {v}, D = {d}, {name}) need at least {minimum}"
         )
     if not backward:
-        return Plan("recompute", 0, 0, splits, parts, 2 * n * v * d)
+        return Plan("recompute", 0, 0, parts, 2 * n * v * d)
     widest = max(narrowest, (workspace - held) // panel_rate // PANEL_STEP * PANEL_STEP)
     panels = math.ceil(v / min(widest, v))
     step = PANEL_STEP if panels > 1 else 64
@@ -155,4 +158,4 @@ def plan(
     panels = math.ceil(v / width)
     parts |= {key: size * width for key, size in per_column.items() if size}
     gemms = 1 + need_de + need_dc
-    return Plan("recompute", width, panels, splits, parts, 2 * n * v * d + 2 * valid * v * d * gemms)
+    return Plan("recompute", width, panels, parts, 2 * n * v * d + 2 * valid * v * d * gemms)

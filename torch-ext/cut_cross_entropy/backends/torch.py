@@ -28,10 +28,6 @@ def count_on_host(count, n):
     return int(count), True
 
 
-def fold_splits(n, v, d, dtype, device):
-    return 1
-
-
 def _widened(e, index):
     return e.float() if index.numel() == e.shape[0] else e[index].float()
 
@@ -55,7 +51,7 @@ def _tile_logits(problem, e, v0, v1):
     return z
 
 
-def fold(problem, rows, count, splits, want_smooth, want_entropy, want_prediction):
+def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     n, (v, _) = problem.e.shape[0], problem.c.shape
     live = int(count)
     index = rows[:live].long()

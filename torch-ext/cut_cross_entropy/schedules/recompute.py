@@ -14,10 +14,8 @@ ALIGNED = 8
 
 def forward(backend, problem, *, want_smooth=False, want_entropy=False, want_prediction=False):
     """Per row: lse = m + log s over all classes and the target's logit from the same accumulators."""
-    (n, d), v = problem.e.shape, problem.c.shape[0]
-    rows, count = backend.select(problem.targets, problem.ignore_index, v)
-    splits = backend.fold_splits(n, v, d, problem.e.dtype, problem.e.device)
-    return backend.fold(problem, rows, count, splits, want_smooth, want_entropy, want_prediction)
+    rows, count = backend.select(problem.targets, problem.ignore_index, problem.c.shape[0])
+    return backend.fold(problem, rows, count, want_smooth, want_entropy, want_prediction)
 
 
 def planned(backend, e, v, needs, workspace, **rows):

@@ -35,6 +35,12 @@ def base_of(b_m):
 
 
 @triton.jit
+def is_dense(count, N, DENSE: tl.constexpr):
+    """At least DENSE / 8 of the rows are valid: then the fold runs over all of them."""
+    return tl.load(count).to(tl.int64) * 8 >= N.to(tl.int64) * DENSE
+
+
+@triton.jit
 def largest(b_z, WANT_ARGMAX: tl.constexpr):
     """Max of each row and, where wanted, its first column."""
     if WANT_ARGMAX:
@@ -59,12 +65,12 @@ def fold_kernel(
 ):  # fmt: skip
     i_m, i_s = grouped(tl.program_id(0), tl.cdiv(N, BM), splits, GROUP)
     i_m = i_m * BM
-    live = tl.load(count)
     # Of the two launches, over all rows and over the list of valid ones, one does the work.
-    if (live.to(tl.int64) * 8 >= N.to(tl.int64) * DENSE) == LISTED:
+    if is_dense(count, N, DENSE) == LISTED:
         return
     o_m = i_m + tl.arange(0, BM)
     if LISTED:
+        live = tl.load(count)
         if i_m >= live:
             return
         m_m = o_m < live
@@ -131,13 +137,13 @@ def fold_kernel(
     tl.store(target_logit + o_m, b_target, mask=m_m & (b_y >= first * BN) & (b_y < last * BN))
 
 
-@triton.jit(do_not_specialize=["N", "V", "splits", "ignore_index"])
+@triton.jit(do_not_specialize=["N", "V", "splits", "splits_listed", "ignore_index"])
 def merge_kernel(
     targets, target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax, total_weight,
     nll, lse, smooth, entropy, prediction, m, s,  # [N] each
-    N, V, splits, ignore_index,
+    count, N, V, splits, splits_listed, ignore_index,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_n = o_n < N
@@ -149,6 +155,8 @@ def merge_kernel(
     b_tilt = tl.zeros([BLOCK], dtype=tl.float32)
     b_argmax = tl.zeros([BLOCK], dtype=tl.int32)
     o_part = o_n.to(tl.int64)
+    if not is_dense(count, N, DENSE):
+        splits = splits_listed
     for _ in range(0, splits):
         b_top = tl.load(part_m + o_part, mask=m_v, other=float("-inf"))
         b_add = tl.load(part_s + o_part, mask=m_v, other=0.0)
@@ -191,22 +199,12 @@ def merge_kernel(
         tl.store(prediction + o_n, tl.where(valid, b_argmax, -1).to(tl.int64), mask=m_n)
 
 
-def fold_splits(n, v, d, dtype, device):
-    tile = tile_of(configs.config_of(device), dtype)
-    return forward_splits(
-        n, v, d, block_m=tile.BM, block_n=tile.BN, processors=configs.processors_of(device)
-    )
-
-
-def tile_of(config, dtype):
-    return config.fp32 if dtype == torch.float32 else config.fold
-
-
-def fold(problem, rows, count, splits, want_smooth, want_entropy, want_prediction):
+def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     e, c = problem.e, problem.c
     (n, d), v, device = e.shape, c.shape[0], e.device
     config = configs.config_of(device)
-    tile = tile_of(config, e.dtype)
+    tile = config.fp32 if e.dtype == torch.float32 else config.fold
+    splits = forward_splits(n, v, d, block_m=tile.BM, block_n=tile.BN, processors=configs.processors_of(device))
 
     def new(*shape, wanted=True, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
@@ -216,23 +214,24 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
     prediction = new(n, wanted=want_prediction, dtype=torch.int64)
     if n == 0:
         return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)
-    part_m, part_s = new(splits, n), new(splits, n)
-    part_weighted, part_tilt = new(splits, n, wanted=want_smooth), new(splits, n, wanted=want_entropy)
-    part_argmax = new(splits, n, wanted=want_prediction, dtype=torch.int32)
+    most = max(splits)
+    part_m, part_s = new(most, n), new(most, n)
+    part_weighted, part_tilt = new(most, n, wanted=want_smooth), new(most, n, wanted=want_entropy)
+    part_argmax = new(most, n, wanted=want_prediction, dtype=torch.int32)
     weighted = want_smooth and problem.weight is not None
     wants = dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth, WANT_ENTROPY=want_entropy, WANT_ARGMAX=want_prediction)
     scalars, flags = logit_arguments(problem)
     bias, *scalars = scalars
     c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
     e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
-    for listed in (False, True):
+    for listed in (0, 1):
         described = e_descriptor and not listed
         launch(
-            fold_kernel, triton.cdiv(n, tile.BM) * splits, device,
+            fold_kernel, triton.cdiv(n, tile.BM) * splits[listed], device,
             e_operand if described else e, c_operand, bias, problem.weight, problem.targets, rows, count,
             part_m, part_s, part_weighted, part_tilt, part_argmax, target_logit,
-            n, v, d, splits, *scalars, e.stride(0), c.stride(0),
-            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP, DENSE=configs.DENSE, LISTED=listed,
+            n, v, d, splits[listed], *scalars, e.stride(0), c.stride(0),
+            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP, DENSE=configs.DENSE, LISTED=listed == 1,
             E_DESCRIPTOR=described, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
             PRECISION=configs.precision_of(e.dtype), FLATTEN=described and c_descriptor, **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -240,6 +239,7 @@ def fold(problem, rows, count, splits, want_smooth, want_entropy, want_predictio
         merge_kernel, triton.cdiv(n, 128), device,
         problem.targets, target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax,
         problem.weight.float().sum() if weighted else None,
-        nll, lse, smooth, entropy, prediction, m, s, n, v, splits, problem.ignore_index, **wants, BLOCK=128,
+        nll, lse, smooth, entropy, prediction, m, s, count, n, v, *splits, problem.ignore_index, **wants,
+        DENSE=configs.DENSE, BLOCK=128,
     )  # fmt: skip
     return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)
