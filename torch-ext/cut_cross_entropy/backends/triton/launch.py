@@ -7,9 +7,30 @@ import torch
 
 # Launches by kernel name, so that a test can assert that Triton ran.
 launches = Counter()
+# Compiled kernels by everything that the compiler specialises on: found here, a launch skips Triton's own, longer look.
+_compiled = {}
 
 
-def launch(kernel, programs, device, *args, **constants):
-    launches[kernel.__name__] += 1
+def launch(kernel, programs, device, *args, num_warps=4, num_stages=1, **constants):
+    """Run `kernel` with its run-time arguments, then its compile-time ones in the order of its signature."""
+    name = kernel.__name__
+    launches[name] += 1
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](*args, **constants)
+        key = (name, device.index, num_warps, num_stages, *constants.values(), *map(_kind, args))
+        compiled = _compiled.get(key)
+        if compiled is None:
+            options = dict(num_warps=num_warps, num_stages=num_stages)
+            _compiled[key] = kernel[(programs,)](*args, **constants, **options)
+        else:
+            compiled[(programs, 1, 1)](*args, *constants.values())
+
+
+def _kind(x):
+    """What a kernel is compiled for: types, and that a number or an address is divisible by 16, or a number is 1."""
+    if x is None or type(x) is float:
+        return None
+    if type(x) is int:
+        return x & 15 == 0, x == 1, x >> 31
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() & 15 == 0
+    return x.base.dtype, *x.block_shape
