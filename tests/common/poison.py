@@ -10,8 +10,7 @@ def _poison(t):
     return t.fill_(True if t.dtype == torch.bool else torch.iinfo(t.dtype).max)
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
+def poison_memory(monkeypatch):
     for owner, name in (
         (torch, "empty"),
         (torch, "empty_like"),
@@ -21,3 +20,8 @@ def poisoned_memory(monkeypatch):
     ):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, _original=original, **kw: _poison(_original(*args, **kw)))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    poison_memory(monkeypatch)

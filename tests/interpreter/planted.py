@@ -1,0 +1,209 @@
+"""Faults planted in copies of the sources, and for each the small check that finds it: `python planted.py FOLDER`.
+
+Prints one line of JSON a fault, flushed, so that what kills the process is known too.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    here = Path(__file__).resolve()
+    sys.path[:0] = [str(here.parents[1]), str(here.parents[2])]
+
+import torch
+from helpers import check, make_case, once_rounded, relative_error, run, truth
+
+from tools.build import build
+from tools.source_hash import ROOT
+
+
+def plain(cce):
+    """Two blocks of rows, many splits, the last tile partial."""
+    check(cce, make_case(20, 109, 20, torch.float16, reduction="none", return_lse=True))
+
+
+def long_splits(cce):
+    """Every row valid: few splits, of several tiles each."""
+    check(cce, make_case(20, 301, 20, torch.float16, reduction="none", return_lse=True, ignored=0.0))
+
+
+def many_options(cce):
+    """D of two tiles with a bias, softcap, temperature; 19 pad lanes that a softcap of 2 would not hide."""
+    case = make_case(9, 45, 20, torch.float16, bias=True, softcap=2.0, temperature=0.7, reduction="none", spread=1.0)
+    check(cce, case)
+
+
+def confident(cce):
+    """p of the target between 0.99 and 0.9999, one token: nothing else hides its own p - 1."""
+    case = make_case(3, 37, 16, torch.float16, spread=0.3, reduction="sum", ignored=0.0)
+    case.c[case.targets] += 1.5 * case.e
+    check(cce, case)
+
+
+def low_logits(cce):
+    """Every logit about -500: exp(z) is 0, exp(z - max) is not."""
+    case = make_case(5, 40, 16, reduction="none", bias=True, ignored=0.0)
+    case.bias -= 500
+    check(cce, case)
+
+
+def uneven_batch(cce):
+    """The valid tokens lie in the first half."""
+    case = make_case(12, 37, 16, ignored=0.0)
+    case.targets[7:] = -100
+    check(cce, case)
+
+
+def many_panels(cce):
+    """Six panels: dE no worse than rounding once."""
+    case = make_case(8, 1400, 16, torch.float16, ignored=0.0)
+    floor = cce.plan(8, 1400, 16, torch.float16, device="cuda")
+    least = floor.workspace - floor.parts["backward:panel"] - floor.parts["backward:fp32 dC panel"] + 256 * 80
+    got = run(cce.linear_cross_entropy, case.but(workspace=least))
+    want, (model, _) = truth(cce, case), once_rounded(cce, case)
+    found, unavoidable = (relative_error(t["de"], want["de"]) for t in (got, model))
+    assert found <= 1.2 * unavoidable, f"de: error {found:.2e}, {unavoidable:.2e} when rounded once"
+
+
+def bias_gradient(cce):
+    check(cce, make_case(9, 45, 16, torch.float16, bias=True))
+
+
+def predictions(cce):
+    """Equal classes: the lowest id."""
+    case = make_case(4, 301, 16, ignored=0.0, spread=0.0)
+    assert (run(cce.linear_token_stats, case)["prediction"] == 0).all()
+
+
+class Fault(NamedTuple):
+    file: str
+    edits: list[tuple[str, str]]  # exact text, each found once, and what takes its place
+    found_by: Callable
+
+
+FOLD, DLOGITS, ROWS, CONTRACT, TILE = (
+    f"backends/triton/{name}.py" for name in ("fold", "dlogits", "rows", "contract", "logits")
+)
+SCHEDULE, FUNCTIONAL = "schedules/recompute.py", "functional.py"
+TRANSFORM = "        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, HAS_SOFTCAP)\n"
+
+FAULTS = {
+    "pad lanes masked before softcap": Fault(
+        FOLD,
+        [
+            (TRANSFORM, f'        b_z = tl.where((o_v < V)[None, :], b_z, float("-inf"))\n{TRANSFORM}'),
+            ("if i_v + BN > V:", "if i_v > V:"),
+        ],
+        many_options,
+    ),
+    "bias added per tile of D": Fault(
+        FOLD,
+        [(
+            TRANSFORM,
+            "        if HAS_BIAS:\n"
+            "            b_z += (tl.cdiv(D, BK) - 1) * tl.load(bias + o_v, mask=o_v < V, other=0.0)[None, :]\n"
+            + TRANSFORM,
+        )],
+        many_options,
+    ),
+    "max started at 0": Fault(
+        FOLD,
+        [('    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)', "    b_m = tl.zeros([BM], dtype=tl.float32)")],
+        low_logits,
+    ),
+    "sum not rescaled when the max moves": Fault(
+        FOLD, [("b_s = b_s * b_decay + tl.sum(b_p, 1)", "b_s = b_s + tl.sum(b_p, 1)")], long_splits
+    ),
+    "splits merged without their maxima": Fault(
+        FOLD, [("b_s = b_s * b_decay + b_add * b_gain", "b_s = b_s + b_add")], plain
+    ),
+    "target counted twice": Fault(FOLD, [('b_z = tl.where(b_hit, float("-inf"), b_z)', "b_z = b_z")], plain),
+    "ties to the highest id": Fault(
+        FOLD,
+        [("b_argmax = tl.where(b_top > b_m, i_v + b_at", "b_argmax = tl.where(b_top >= b_m, i_v + b_at")],
+        predictions,
+    ),
+    "logits rounded to 16 bits": Fault(
+        TILE, [("return b_z\n\n\n@triton.jit\ndef transform", "return b_z.to(tl.float16).to(tl.float32)\n\n\n"
+                "@triton.jit\ndef transform")], plain
+    ),
+    "p rounded before the 1 is subtracted": Fault(
+        DLOGITS, [("b_nll * expm1(b_log_py)", "b_nll * (b_py.to(tl.float16).to(tl.float32) - 1.0)")], confident
+    ),
+    "softcap left out of the gradient": Fault(
+        DLOGITS, [("if HAS_SOFTCAP:", "if HAS_SOFTCAP and HAS_SMOOTH:")], many_options
+    ),
+    "temperature left out of the gradient": Fault(
+        DLOGITS, [("problem.scale / problem.temperature,", "problem.scale,")], many_options
+    ),
+    "dE accumulated in 16 bits": Fault(
+        CONTRACT,
+        [(
+            "accumulator.addmm_(panel.float(), c.float())",
+            "accumulator.copy_((accumulator + panel.float() @ c.float()).half())",
+        )],
+        many_panels,
+    ),
+    "bias gradient left in the unit of the panel": Fault(
+        CONTRACT, [("dbias.copy_(total if unit is None else total.div_(unit))", "dbias.copy_(total)")], bias_gradient
+    ),
+    "last columns of an odd vocabulary forgotten": Fault(
+        SCHEDULE, [("((v0, cut), (cut, v1)) if a < b]", "((v0, cut),)]")], plain
+    ),
+    "ignored rows of dE left unwritten": Fault(ROWS, [("        de.zero_()", "        pass")], plain),
+    "mean of chunk means": Fault(
+        FUNCTIONAL,
+        [(
+            "loss.sum() / weights if plain",
+            "sum(part.sum() / (part > 0).sum().clamp(min=1) for part in loss.chunk(2)) / 2 if plain",
+        )],
+        uneven_batch,
+    ),
+}  # fmt: skip
+
+CHECKS = {fault.found_by for fault in FAULTS.values()}
+
+
+def plant(name, folder):
+    """A built copy of the kernel with one fault (or none, for "no fault"), loaded."""
+    from kernels import get_local_kernel
+
+    package = folder / "torch-ext" / "cut_cross_entropy"
+    shutil.copytree(ROOT / "torch-ext", folder / "torch-ext", ignore=shutil.ignore_patterns("__pycache__", "_ops.py"))
+    shutil.copyfile(ROOT / "build.toml", folder / "build.toml")
+    if name in FAULTS:
+        file = package / FAULTS[name].file
+        text = file.read_text()
+        for old, new in FAULTS[name].edits:
+            assert text.count(old) == 1, f"{FAULTS[name].file}: found {text.count(old)} times: {old}"
+            text = text.replace(old, new)
+        file.write_text(text)
+    build(folder)
+    return get_local_kernel(folder / "build", backend="cpu")
+
+
+def verdicts(folder):
+    """(name, what was found or None) for the sources as they are, under every check, and for each fault."""
+    for i, name in enumerate(["no fault", *FAULTS]):
+        cce = plant(name, folder / str(i))
+        found = None
+        for focused in [FAULTS[name].found_by] if name in FAULTS else CHECKS:
+            try:
+                focused(cce)
+            except Exception as error:
+                found = f"{focused.__name__}: {type(error).__name__}: {error}".splitlines()[0]
+        yield name, found
+
+
+if __name__ == "__main__":
+    import pytest
+    from common.poison import poison_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        poison_memory(patch)
+        for name, found in verdicts(Path(sys.argv[1])):
+            print(json.dumps([name, found]), flush=True)
