@@ -30,8 +30,8 @@ from tools.verify import verify
 FAST_TESTS = ("tests/test_packaging.py",)
 BENCHMARKS = "benchmarks/benchmark*.py"
 SOURCES = (
-    "torch-ext/*", "tests/*", "tools/*", "requirements/*", BENCHMARKS, "build.toml", "flake.nix", "flake.lock",
-    "CARD.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "docs/*.md",
+    "torch-ext/*", "tests/*", "tools/*", "requirements/*", "benchmarks/*.py", "examples/*", "build.toml", "flake.nix",
+    "flake.lock", "CARD.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "docs/*.md",
 )  # fmt: skip
 MEASURED = ("<!-- measured -->", "<!-- /measured -->")
 
