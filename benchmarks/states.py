@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 NOISE = 1.5  # standard deviation of a logit around its prior, nats
-ODDS_MEAN, ODDS_STD = -1.0, 3.8  # log-odds of the target before the noise, nats
+ODDS_MEAN, ODDS_STD = -1.25, 3.8  # log-odds of the target before the noise, nats
 ODDS_RANGE = (-11.0, 14.0)
 ROW_NORM = 1.28  # |c_j| without the prior: 0.02 per coordinate at D = 4096
 BETA = 20.0  # component of e along the prior's direction

@@ -183,7 +183,7 @@ class _Flat:
     ):  # fmt: skip
         _check(e, c, targets, bias, weight, softcap, shift, logit_scale, temperature, vocab_size)
         device = e.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             e, c = e.to(dtype), c.to(dtype)
         if e.dtype != c.dtype:

@@ -5,6 +5,7 @@ arguments are never changed, and autocast is off in every body: functional.py ha
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Optional
 
 import torch
@@ -14,6 +15,10 @@ from ._ops import add_op_namespace_prefix
 from .backends import backend_of
 from .problem import Fold, Problem
 from .schedules import recompute
+
+
+def _no_autocast(device):
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _row_major(t):
@@ -61,7 +66,7 @@ def fold(
     if workspace is not None:
         recompute.planned(backend_of(e.device), e, vocab_size, needs, workspace)
     problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
-    with torch.autocast(e.device.type, enabled=False):
+    with _no_autocast(e.device.type):
         out = recompute.forward(
             backend_of(e.device),
             problem,
@@ -125,7 +130,7 @@ def recompute_backward(
     if vocab_size < c.shape[0]:
         for gradient in (dc, dbias):
             gradient[vocab_size:].zero_()
-    with torch.autocast(e.device.type, enabled=False):
+    with _no_autocast(e.device.type):
         gradients = recompute.row_gradients(problem, g_nll, g_lse, g_smooth, g_entropy)
         recompute.backward(
             backend_of(e.device),
@@ -182,8 +187,11 @@ fold.register_autograd(_backward, setup_context=_setup_context)
 class _Eager(torch.autograd.Function):
     """The same bodies and derivative without the dispatcher, whose checks cost more than a small step does."""
 
-    forward = staticmethod(fold._init_fn)
-    setup_context = staticmethod(_setup_context)
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = fold._init_fn(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -192,11 +200,13 @@ class _Eager(torch.autograd.Function):
 
 
 def fold_of(*tensors):
-    """`fold`, or its eager form where nothing traces the call: plain tensors, no compiler, no dispatch mode."""
+    """`fold`, or its eager form where nothing looks on: plain tensors, no compiler, dispatch mode or functorch."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return fold
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return fold
     plain = all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-    if plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
-        return _Eager.apply
-    return fold
+    return _Eager.apply if plain else fold
 
 
 def _no_second_derivative(ctx, *_):

@@ -44,6 +44,8 @@ CONFIGS = {
 GROUP = 16
 # The forward runs over all rows while at least DENSE / 8 of them are valid, and over the list of valid rows below that.
 DENSE = 7
+# Products N V D below this are folded over all rows in any case.
+SMALL = 75 * 10**9
 
 
 def architecture(capability, hip=False):

@@ -54,7 +54,8 @@ def largest(b_z, WANT_ARGMAX: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "V", "splits"])
 def fold_kernel(
     e, c, bias, weight, targets, rows, count,  # inputs
-    part_m, part_s, part_weighted, part_tilt, part_argmax, target_logit,  # [splits, N] each, [N]
+    target_logit,  # [N]
+    part_m, part_s, part_weighted, part_tilt, part_argmax,  # [splits, N] each
     N, V, D, splits, inner, outer,
     stride_e, stride_c,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
@@ -139,8 +140,9 @@ def fold_kernel(
 
 @triton.jit(do_not_specialize=["N", "V", "splits", "splits_listed", "ignore_index"])
 def merge_kernel(
-    targets, target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax, total_weight,
-    nll, lse, smooth, entropy, prediction, m, s,  # [N] each
+    targets, part_m, part_s, part_weighted, part_tilt, part_argmax, total_weight,
+    nll,  # [N], comes as the target's logit
+    lse, smooth, entropy, prediction, m, s,  # [N] each
     count, N, V, splits, splits_listed, ignore_index,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
     DENSE: tl.constexpr, BLOCK: tl.constexpr,
@@ -176,7 +178,7 @@ def merge_kernel(
         b_s = b_s * b_decay + b_add * b_gain
         b_m = b_new
         o_part += N
-    b_target = tl.load(target_logit + o_n, mask=m_v, other=0.0)
+    b_target = tl.load(nll + o_n, mask=m_v, other=0.0)
     b_ahead = b_m - b_target
     b_gain = tl.exp2(-b_ahead)
     b_nll = tl.where(b_ahead == 0.0, log1p(b_s), LN2 * (b_ahead + tl.log2(b_s + b_gain)))
@@ -209,13 +211,13 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     def new(*shape, wanted=True, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
 
-    nll, lse, m, s, target_logit = (new(n) for _ in range(5))
+    nll, lse, m, s = (new(n) for _ in range(4))
     smooth, entropy = new(n, wanted=want_smooth), new(n, wanted=want_entropy)
     prediction = new(n, wanted=want_prediction, dtype=torch.int64)
     if n == 0:
         return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)
     most = max(splits)
-    part_m, part_s = new(most, n), new(most, n)
+    part_m, part_s = new(2, most, n).unbind()
     part_weighted, part_tilt = new(most, n, wanted=want_smooth), new(most, n, wanted=want_entropy)
     part_argmax = new(most, n, wanted=want_prediction, dtype=torch.int32)
     weighted = want_smooth and problem.weight is not None
@@ -224,22 +226,25 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     bias, *scalars = scalars
     c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
     e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
-    for listed in (0, 1):
+    # Where all rows together take a few tenths of a millisecond, a second launch costs more than it could save.
+    small = device.type == "cuda" and n * v * d < configs.SMALL
+    dense = 0 if small else configs.DENSE
+    for listed in (0,) if small else (0, 1):
         described = e_descriptor and not listed
         launch(
             fold_kernel, triton.cdiv(n, tile.BM) * splits[listed], device,
             e_operand if described else e, c_operand, bias, problem.weight, problem.targets, rows, count,
-            part_m, part_s, part_weighted, part_tilt, part_argmax, target_logit,
+            nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
             n, v, d, splits[listed], *scalars, e.stride(0), c.stride(0),
-            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP, DENSE=configs.DENSE, LISTED=listed == 1,
+            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP, DENSE=dense, LISTED=listed == 1,
             E_DESCRIPTOR=described, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
             PRECISION=configs.precision_of(e.dtype), FLATTEN=described and c_descriptor, **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     launch(
         merge_kernel, triton.cdiv(n, 128), device,
-        problem.targets, target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax,
+        problem.targets, part_m, part_s, part_weighted, part_tilt, part_argmax,
         problem.weight.float().sum() if weighted else None,
         nll, lse, smooth, entropy, prediction, m, s, count, n, v, *splits, problem.ignore_index, **wants,
-        DENSE=configs.DENSE, BLOCK=128,
+        DENSE=dense, BLOCK=128,
     )  # fmt: skip
     return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)

@@ -15,7 +15,7 @@ def launch(kernel, programs, device, *args, num_warps=4, num_stages=1, **constan
     """Run `kernel` with its run-time arguments, then its compile-time ones in the order of its signature."""
     name = kernel.__name__
     launches[name] += 1
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with _on(device):
         key = (name, device.index, num_warps, num_stages, *constants.values(), *map(_kind, args))
         compiled = _compiled.get(key)
         if compiled is None:
@@ -23,6 +23,11 @@ def launch(kernel, programs, device, *args, num_warps=4, num_stages=1, **constan
             _compiled[key] = kernel[(programs,)](*args, **constants, **options)
         else:
             compiled[(programs, 1, 1)](*args, *constants.values())
+
+
+def _on(device):
+    current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if current else torch.cuda.device(device)
 
 
 def _kind(x):

@@ -32,7 +32,7 @@ def select(targets, ignore_index, v):
     """The valid rows and their count. A target out of range ends in a device-side assertion, without synchronising."""
     n, device = targets.numel(), targets.device
     rows = torch.empty(n, dtype=torch.int32, device=device)
-    count, in_range = torch.empty((2, 1), dtype=torch.int32, device=device)
+    count, in_range = torch.empty((2, 1), dtype=torch.int32, device=device).unbind()
     launch(select_kernel, 1, device, targets, rows, count, in_range, n, v, ignore_index, BLOCK=4096, num_warps=16)
     message = f"targets: a value is neither in 0 <= target < V = {v} nor the ignore_index {ignore_index}"
     if device.type == "cpu" and not in_range.item():
@@ -85,8 +85,10 @@ def expand_kernel(accumulator, rows, count, unit, de, D, HAS_UNIT: tl.constexpr,
 def expand(accumulator, rows, count, live, known, unit, de):
     """dE rows, rounded once; exactly 0 where the target is ignored."""
     n, d = de.shape
-    if live < n or not known:
-        de.zero_()
+    if known and live == n and unit is None:
+        de.copy_(accumulator)
+        return
+    de.zero_()
     launch(
         expand_kernel, live, de.device, accumulator, rows, count, unit, de, d, HAS_UNIT=unit is not None, BLOCK=1024
     )
