@@ -24,7 +24,7 @@ def select(targets, ignore_index, v):
     return padded, torch.full((1,), rows.numel(), dtype=torch.int32, device=targets.device)
 
 
-def count_on_host(count, n):
+def count_on_host(problem, count):
     return int(count), True
 
 
@@ -129,8 +129,8 @@ def _gradient(log_p, q, w, z, g, h, inv_cap):
     return dz
 
 
-def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
-    """panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
+def dlogits(problem, e, fold, gradients, live, unit, panel):
+    """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
     index = fold.rows[:live].long()
     y = problem.targets[index].long()
     m, log_s, nll = fold.m[index], fold.s[index].log(), fold.nll[index]
@@ -141,14 +141,19 @@ def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
     columns = RowGradients(*(None if g is None else g.unsqueeze(1) for g in rows))
     w = y.new_ones((), dtype=torch.float32) if problem.weight is None else problem.weight.float()
     at_target = _gradient(-nll, torch.expm1(-nll), w[y] if w.dim() else w, (m + log_s) - nll, rows, h, inv_cap)
-    for a in range(v0, v1, PANEL_STEP):
-        b = min(a + PANEL_STEP, v1)
-        z = _tile_logits(problem, e, a, b)
-        log_p = (z - m.unsqueeze(1)).sub_(log_s.unsqueeze(1))
-        tile = panel[:, a - v0 : b - v0]
-        tile.copy_(_gradient(log_p, None, w[a:b] if w.dim() else w, z, columns, None if h is None else h.unsqueeze(1), inv_cap))
-        here = ((y >= a) & (y < b)).nonzero().squeeze(1)
-        tile[here, y[here] - a] = at_target[here]
+    h = None if h is None else h.unsqueeze(1)
+
+    def write(v0, v1):
+        for a in range(v0, v1, PANEL_STEP):
+            b = min(a + PANEL_STEP, v1)
+            z = _tile_logits(problem, e, a, b)
+            log_p = (z - m.unsqueeze(1)).sub_(log_s.unsqueeze(1))
+            tile = panel[:, a - v0 : b - v0]
+            tile.copy_(_gradient(log_p, None, w[a:b] if w.dim() else w, z, columns, h, inv_cap))
+            here = ((y >= a) & (y < b)).nonzero().squeeze(1)
+            tile[here, y[here] - a] = at_target[here]
+
+    return write
 
 
 def contract_c(panel, e, dc, dbias, unit):

@@ -39,7 +39,7 @@ def row_gradients(problem, nll, lse, smooth, entropy):
 def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, workspace, de, dc, dbias):
     """dC[panel] = panel.T @ e, one plain write each; dE = sum over panels of panel @ c[panel], in fp32, rounded once."""
     (n, d), v = problem.e.shape, problem.c.shape[0]
-    live, known = backend.count_on_host(fold.count, n) if n else (0, True)
+    live, known = backend.count_on_host(problem, fold.count) if n else (0, True)
     if live == 0 or d == 0:
         for gradient in (de, dc, dbias):
             if gradient is not None:
@@ -55,9 +55,10 @@ def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, wo
     if need_de:
         accumulator = de if in_place else torch.empty((live, d), dtype=torch.float32, device=de.device)
     panel = backend.new_panel(problem.e, live, chosen.panel)
+    write_dlogits = backend.dlogits(problem, e, fold, gradients, live, unit, panel)
     for v0 in range(0, v, chosen.panel):
         v1 = min(v0 + chosen.panel, v)
-        backend.dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel)
+        write_dlogits(v0, v1)
         for a, b in _aligned_pieces(v0, v1):
             piece = panel[:, a - v0 : b - v0]
             if need_dc or need_dbias:

@@ -44,7 +44,8 @@ CONFIGS = {
 GROUP = 16
 # The forward runs over all rows while at least DENSE / 8 of them are valid, and over the list of valid rows below that.
 DENSE = 7
-# Products N V D below this are folded over all rows in any case.
+# Below this many multiplications in a pass, a few tenths of a millisecond, skipping ignored rows would cost more in
+# launches and in waiting for their count than it saves.
 SMALL = 75 * 10**9
 
 
@@ -68,7 +69,11 @@ def config_of(device):
 
 @functools.cache
 def processors_of(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def is_small(n, v, d, device):
+    return device.type == "cuda" and n * v * d < SMALL
 
 
 def describable(t):

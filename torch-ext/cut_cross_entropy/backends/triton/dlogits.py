@@ -81,7 +81,8 @@ def dlogits_kernel(
         b_smooth = row_vector(g_smooth, o_n, m_m, s_smooth, HAS_SMOOTH) * b_scale
         b_entropy = row_vector(g_entropy, o_n, m_m, s_entropy, HAS_ENTROPY) * b_scale
         b_h = row_vector(entropy, o_n, m_m, 1, HAS_ENTROPY)
-        b_m = row_vector(m, o_n, m_m, 1, True)
+        # A row past the count gets p = 0, whatever its logits.
+        b_m = tl.where(m_m, row_vector(m, o_n, m_m, 1, True), float("inf"))
         b_s = tl.where(m_m, row_vector(s, o_n, m_m, 1, True), 1.0)
         b_w = tl.full([BN], 1.0, dtype=tl.float32)
         if HAS_WEIGHT:
@@ -111,28 +112,28 @@ def dlogits_kernel(
             tl.store(p_panel, b_dz.to(panel.dtype.element_ty), mask=(o_m < live)[:, None] & (o_v < i_v0 + width)[None, :])
 
 
-def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
-    """panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
+def dlogits(problem, e, fold, gradients, live, unit, panel):
+    """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
     c, device = problem.c, e.device
     config = configs.config_of(device)
     tile = config.fp32 if e.dtype == torch.float32 else config.dlogits
-    scalars, flags = logit_arguments(problem)
-    bias, *scalars = scalars
+    (bias, inner, outer), flags = logit_arguments(problem)
     e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
     c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
     panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config)
-    upstream = (gradients.nll, gradients.rest, gradients.smooth, gradients.entropy)
-    width = v1 - v0
-    tiles = triton.cdiv(live, tile.BM) * triton.cdiv(width, tile.BN)
     # With descriptors one program per multiprocessor walks over tiles: the loads of the next start under the epilogue.
     described = e_descriptor and c_descriptor and panel_descriptor
-    launch(
-        dlogits_kernel, min(tiles, configs.processors_of(device)) if described else tiles, device,
+    most = configs.processors_of(device) if described else 1 << 31
+    upstream = (gradients.nll, gradients.rest, gradients.smooth, gradients.entropy)
+    tensors = (
         e_operand, c_operand, bias, problem.weight, panel_operand,
-        problem.targets, fold.rows, fold.count, fold.m, fold.s, fold.nll, fold.entropy,
-        *upstream, unit,
-        live, c.shape[0], c.shape[1], width, v0, *scalars, problem.scale / problem.temperature,
+        problem.targets, fold.rows, fold.count, fold.m, fold.s, fold.nll, fold.entropy, *upstream, unit,
+    )  # fmt: skip
+    scalars = (
+        inner, outer, problem.scale / problem.temperature,
         e.stride(0), c.stride(0), panel.stride(0), *(0 if g is None else g.stride(0) for g in upstream),
+    )  # fmt: skip
+    constants = dict(
         BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP,
         E_DESCRIPTOR=e_descriptor, C_DESCRIPTOR=c_descriptor, PANEL_DESCRIPTOR=panel_descriptor,
         EVEN_D=c.shape[1] % tile.BK == 0, PRECISION=configs.precision_of(e.dtype), FLATTEN=described, **flags,
@@ -141,6 +142,17 @@ def dlogits(problem, e, v0, v1, fold, gradients, live, unit, panel):
         HAS_SMOOTH=gradients.smooth is not None, HAS_ENTROPY=gradients.entropy is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    row_blocks, compiled = triton.cdiv(live, tile.BM), None
+
+    def write(v0, v1):
+        nonlocal compiled
+        tiles = row_blocks * triton.cdiv(v1 - v0, tile.BN)
+        sizes = (live, c.shape[0], c.shape[1], v1 - v0, v0)
+        compiled = launch(
+            dlogits_kernel, min(tiles, most), device, *tensors, *sizes, *scalars, compiled=compiled, **constants
+        )
+
+    return write
 
 
 def panel_unit(dtype, targets, ignore_index, gradients):

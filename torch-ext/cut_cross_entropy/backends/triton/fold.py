@@ -226,8 +226,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     bias, *scalars = scalars
     c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
     e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
-    # Where all rows together take a few tenths of a millisecond, a second launch costs more than it could save.
-    small = device.type == "cuda" and n * v * d < configs.SMALL
+    small = configs.is_small(n, v, d, device)
     dense = 0 if small else configs.DENSE
     for listed in (0,) if small else (0, 1):
         described = e_descriptor and not listed

@@ -11,18 +11,23 @@ launches = Counter()
 _compiled = {}
 
 
-def launch(kernel, programs, device, *args, num_warps=4, num_stages=1, **constants):
-    """Run `kernel` with its run-time arguments, then its compile-time ones in the order of its signature."""
+def launch(kernel, programs, device, *args, compiled=None, num_warps=4, num_stages=1, **constants):
+    """Run `kernel` with its run-time arguments, then its compile-time ones in the order of its signature.
+
+    Returns what was run, to be passed as `compiled` where only unspecialised arguments have changed since.
+    """
     name = kernel.__name__
     launches[name] += 1
     with _on(device):
-        key = (name, device.index, num_warps, num_stages, *constants.values(), *map(_kind, args))
-        compiled = _compiled.get(key)
+        if compiled is None:
+            key = (name, device.index, num_warps, num_stages, *constants.values(), *map(_kind, args))
+            compiled = _compiled.get(key)
         if compiled is None:
             options = dict(num_warps=num_warps, num_stages=num_stages)
-            _compiled[key] = kernel[(programs,)](*args, **constants, **options)
+            compiled = _compiled[key] = kernel[(programs,)](*args, **constants, **options)
         else:
             compiled[(programs, 1, 1)](*args, *constants.values())
+    return compiled
 
 
 def _on(device):

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import configs
 from .launch import launch
 
 
@@ -41,10 +42,14 @@ def select(targets, ignore_index, v):
     return rows, count
 
 
-def count_on_host(count, n):
-    """How many rows are valid, and whether that is known: a stream under capture cannot be asked, so all N are taken."""
-    if count.is_cuda and torch.cuda.is_current_stream_capturing():
-        return n, False
+def count_on_host(problem, count):
+    """How many rows are valid, and whether that is known.
+
+    Reading it waits for the device. Where that is not worth it, or a capture forbids it, all N rows are taken.
+    """
+    e, c = problem.e, problem.c
+    if e.is_cuda and torch.cuda.is_current_stream_capturing() or configs.is_small(*e.shape, c.shape[0], e.device):
+        return e.shape[0], False
     return int(count), True
 
 
