@@ -15,7 +15,7 @@ from kernels import get_local_kernel
 from kernels._rust import Build, Digest, Metadata
 
 from tools.build import build
-from tools.source_hash import ROOT, torch_ext_sha256
+from tools.source_hash import ROOT, source_files, torch_ext_sha256
 
 PACKAGE = ROOT / "torch-ext" / "cut_cross_entropy"
 BACKENDS = ["cuda", "rocm", "xpu", "metal", "cpu"]
@@ -23,6 +23,16 @@ BACKENDS = ["cuda", "rocm", "xpu", "metal", "cpu"]
 
 def sources():
     return [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_ops.py"]
+
+
+def uid(variant):
+    """The hash of the sources that the variant ships, as its id must carry it."""
+    digest = hashlib.sha256()
+    for path in source_files(variant):
+        if path.name != "metadata.json":
+            name = f"cut_cross_entropy/{path.relative_to(variant).as_posix()}"
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:7]
 
 
 def fork(folder, marker):
@@ -59,7 +69,7 @@ def test_build_configuration_is_valid():
 def test_variant_metadata(built, backend):
     folder = built / "build" / f"torch-{backend}"
     metadata = Metadata.read_from_file(folder / "metadata.json")
-    assert metadata.id == f"_cut_cross_entropy_{backend}_{torch_ext_sha256()[:7]}"
+    assert metadata.id == f"_cut_cross_entropy_{backend}_{uid(folder)}"
     assert (str(metadata.name), metadata.version, metadata.license) == ("cut-cross-entropy", 1, "Apache-2.0")
     assert str(metadata.backend.backend_type) == backend
     assert metadata.python_depends == [] and metadata.kernel_depends == []
@@ -158,8 +168,9 @@ def test_layers_are_stateless(cce):
 
 
 def test_get_kernel_loads_the_build(cce, built):
-    assert cce.__name__.startswith("_cut_cross_entropy_") and cce.__name__.endswith(torch_ext_sha256()[:7])
-    assert Path(cce.__file__).is_relative_to(built / "build")
+    variant = Path(cce.__file__).parent
+    assert variant.parent == built / "build"
+    assert cce.__name__ == f"_cut_cross_entropy_{variant.name.removeprefix('torch-')}_{uid(variant)}"
     assert_works(cce)
 
 
