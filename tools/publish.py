@@ -8,6 +8,7 @@ the old release or the new one, and running again completes it.
 import argparse
 import fnmatch
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,6 @@ SOURCES = (
     "torch-ext/*", "tests/*", "tools/*", "requirements/*", "benchmarks/*.py", "examples/*", "build.toml", "flake.nix",
     "flake.lock", "CARD.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "docs/*.md",
 )  # fmt: skip
-MEASURED = ("<!-- measured -->", "<!-- /measured -->")
 
 
 def matches(path: str, patterns: tuple[str, ...]) -> bool:
@@ -77,11 +77,17 @@ def require_clean(root: Path) -> str:
     return git(root, "rev-parse", "HEAD").strip()
 
 
+def measured_tables(readme: str) -> str:
+    """The README's section "Measured" without its figures; empty as long as it has no table."""
+    section = readme.partition("\n## Measured\n")[2].partition("\n## ")[0]
+    text = re.sub(r"(<!--.*?-->|!\[.*?\]\(.*?\))\n*", "", section, flags=re.DOTALL).strip()
+    return text if "\n|" in f"\n{text}" else ""
+
+
 def render_card(root: Path, repo_id: str, general: dict) -> bytes:
     """CARD.md with the variables that kernel-builder fills, and the README's measured tables."""
     functions, layers = functions_and_layers(root / "torch-ext" / package_name(general))
     readme = (root / "README.md").read_text() if (root / "README.md").is_file() else ""
-    measured = readme.partition(MEASURED[0])[2].partition(MEASURED[1])[0].strip()
     template = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, autoescape=False)
     return (
         template.from_string((root / "CARD.md").read_text())
@@ -93,7 +99,7 @@ def render_card(root: Path, repo_id: str, general: dict) -> bytes:
             has_benchmark=(root / "benchmarks" / "benchmark.py").is_file(),
             source=general.get("source"),
             license=general["license"].lower(),
-            measured=measured,
+            measured=measured_tables(readme),
         )
         .encode()
     )

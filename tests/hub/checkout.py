@@ -15,6 +15,19 @@ def test_artefact():
     assert len(list(Path(os.environ["CCE_BUILT"], "build").glob("torch-*/metadata.json"))) == 5
 """
 
+README = """# The project's own
+
+## Measured
+
+![Figure](figure.png)
+
+<!-- measured:shapes -->
+| peak | 1 GiB |
+<!-- /measured -->
+
+## Limits
+"""
+
 
 def git(folder: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=Publisher", "-c", "user.email=publisher@example.org", "-c", "commit.gpgsign=false"]
@@ -51,7 +64,7 @@ def checkout(folder: Path, tools: bool = False) -> Path:
         "tests/test_packaging.py": FAST_TEST,
         "benchmarks/benchmark.py": "WORKLOADS = 0\n",
         "benchmarks/peers.py": "PEERS = 0\n",
-        "README.md": "# The project's own\n<!-- measured -->\n| peak | 1 GiB |\n<!-- /measured -->\n",
+        "README.md": README,
     }.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
