@@ -23,6 +23,7 @@ import torch
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = os.environ.get("CCE_TEST_DEVICE", "cpu")
 DTYPES = (torch.float16, torch.float32) if INTERPRET else (torch.bfloat16, torch.float16, torch.float32)
+SOME_DTYPES = DTYPES[:1] if INTERPRET else DTYPES
 STATS = ("logprob", "lse", "entropy", "prediction", "correct")
 IGNORE = -100
 LOSS_TOLERANCE = 1e-5

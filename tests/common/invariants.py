@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common.poison import poisoned_memory  # noqa: F401
-from helpers import DEVICE, DTYPES, make_case, once_rounded, pick, relative_error, run, truth
+from helpers import DEVICE, DTYPES, SOME_DTYPES, make_case, once_rounded, pick, relative_error, run, truth
 
 N, V, D = pick((60, 601, 48), (10, 70, 20))
 
@@ -14,7 +14,7 @@ def close(got, want, cce, case, name):
     assert relative_error(got, want) <= 2 * unavoidable + torch.finfo(case.e.dtype).eps
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_permuting_the_vocabulary_permutes_dc(cce, dtype):
     case = make_case(N, V, D, dtype, bias=True)
     want = run(cce.linear_cross_entropy, case)
@@ -30,7 +30,7 @@ def test_permuting_the_vocabulary_permutes_dc(cce, dtype):
         close(got[name], t, cce, case, name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_permuting_tokens_permutes_de(cce, dtype):
     case = make_case(N, V, D, dtype, reduction="none")
     case.upstream["loss"] = torch.randn(N, generator=torch.Generator().manual_seed(5)).to(DEVICE)
@@ -45,7 +45,7 @@ def test_permuting_tokens_permutes_de(cce, dtype):
     close(got["dc"], want["dc"], cce, case, "dc")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_splitting_the_batch_adds_gradients(cce, dtype):
     case = make_case(N, V, D, dtype, bias=True, reduction="sum")
     whole = run(cce.linear_cross_entropy, case)
@@ -60,7 +60,7 @@ def test_splitting_the_batch_adds_gradients(cce, dtype):
         close(sum(p[name].double() for p in parts), whole[name], cce, case, name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("constant", [-64.0, 8.0, 1024.0])
 def test_a_constant_added_to_every_logit_changes_nothing_but_the_lse(cce, constant, dtype):
     case = make_case(N, V, D, dtype, reduction="none", return_lse=True)

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 from common.poison import poisoned_memory  # noqa: F401
-from helpers import DEVICE, DTYPES, check, make_case, once_rounded, pick, relative_error, run, truth
+from helpers import DEVICE, DTYPES, SOME_DTYPES, check, make_case, once_rounded, pick, relative_error, run, truth
 
-N, V, D = pick((50, 521, 40), (9, 45, 20))
+N, V, D = pick((50, 521, 40), (9, 70, 20))
 SIXTEEN = [dtype for dtype in DTYPES if dtype.itemsize == 2]
 
 OPTIONS = {
@@ -27,6 +27,8 @@ OPTIONS = {
     "ignore_index": {"ignore_index": 3},
 }
 
+PAIRS = list(itertools.combinations(OPTIONS, 2))
+
 
 def combined(names):
     return {key: value for name in names for key, value in OPTIONS[name].items()}
@@ -38,7 +40,7 @@ def reduced(names, reduction):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", pick(["mean", "sum", "none"], ["mean"]))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option(cce, name, reduction, dtype):
     case = make_case((2, N), V, D, dtype, reduction=reduction, **reduced([name], reduction))
@@ -47,9 +49,9 @@ def test_each_option(cce, name, reduction, dtype):
         assert (got["dc"][V - 9 :] == 0).all()
 
 
-@pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="+".join)
-def test_every_pair_of_options(cce, pair):
-    number = list(itertools.combinations(OPTIONS, 2)).index(pair)
+@pytest.mark.parametrize("pair", PAIRS[:: pick(1, 3)], ids="+".join)
+def test_pairs_of_options(cce, pair):
+    number = PAIRS.index(pair)
     reduction = ("mean", "sum", "none")[number % 3]
     dtype = DTYPES[number // 3 % len(DTYPES)]
     check(cce, make_case((2, N), V, D, dtype, seed=number, reduction=reduction, **reduced(pair, reduction)))
@@ -117,7 +119,7 @@ def test_gradient_accumulation(cce):
     torch.testing.assert_close(torch.cat([p["de"] for p in parts]), whole["de"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_a_common_offset_does_not_cancel(cce, dtype):
     """All logits 16384: the loss is log V to 1e-7, where `lse - z` in fp32 has steps of 2^-10."""
     for v in (3, V):
@@ -129,7 +131,7 @@ def test_a_common_offset_does_not_cancel(cce, dtype):
         torch.testing.assert_close(loss.double(), torch.full_like(loss, math.log(v)).double(), rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("gap", [7, 12, 20])
 def test_a_confident_token_keeps_its_gradient(cce, gap, dtype):
     """p = 1 - exp(-gap): the target's p - 1 is an expm1, and dC is equal and opposite in the two classes."""
@@ -146,7 +148,7 @@ def test_a_confident_token_keeps_its_gradient(cce, gap, dtype):
     assert abs(c.grad[1, 0].item() + want) <= tolerance
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_losses_are_never_negative(cce, dtype):
     case = make_case(N, V, D, dtype, spread=60.0, ignored=0.0, reduction="none")
     case.targets = (case.e.double() @ case.c.double().T).argmax(1)
@@ -154,7 +156,7 @@ def test_losses_are_never_negative(cce, dtype):
     check(cce, case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_pad_lanes_have_no_mass(cce, sign, dtype):
     """Every logit -6 (or capped to -30 * tanh(100 / 30)): the loss is ln V wherever the target lies."""
@@ -169,7 +171,7 @@ def test_pad_lanes_have_no_mass(cce, sign, dtype):
             torch.testing.assert_close(loss, torch.full_like(loss, math.log(v)), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_softcap_saturates_without_overflow(cce, dtype):
     e = torch.zeros(3, 16, dtype=dtype, device=DEVICE)
     e[:, 0] = torch.tensor([1.0, -1.0, 0.01])
@@ -227,7 +229,7 @@ def test_upstream_gradients_of_any_size(cce, exponent, dtype):
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_de_keeps_its_accuracy_over_many_panels(cce, dtype):
     """Accumulated in 16 bits, the error of dE would grow with the number of panels."""
-    n, v, d = pick((64, 2500, 32), (8, 600, 16))
+    n, v, d = pick((64, 2500, 32), (8, 520, 16))
     case = make_case(n, v, d, dtype)
     narrow = case.but(workspace=minimum_workspace(cce, case))
     got = check(cce, narrow)
@@ -242,12 +244,12 @@ def minimum_workspace(cce, case):
     return max(int(word) for word in str(error.value).replace(",", " ").split() if word.isdigit())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_every_workspace_gives_the_same_answer(cce, dtype):
-    case = make_case(N, pick(1500, 600), D, dtype, bias=True)
+    case = make_case(N, pick(1500, 520), D, dtype, bias=True)
     least = minimum_workspace(cce, case)
     wide = check(cce, case)
-    for budget in (least, least + 50_000, 2 * least):
+    for budget in (least, 2 * least)[: pick(2, 1)]:
         narrow = check(cce, case.but(workspace=budget))
         assert torch.equal(narrow["loss"], wide["loss"])
         torch.testing.assert_close(narrow["dc"], wide["dc"])

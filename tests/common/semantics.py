@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from common.layouts import LAYOUTS
 from common.poison import poisoned_memory  # noqa: F401
-from helpers import DEVICE, DTYPES, IGNORE, INTERPRET, check, make_case, outputs_of, pick, run
+from helpers import DEVICE, DTYPES, IGNORE, INTERPRET, SOME_DTYPES, check, make_case, outputs_of, pick, run
 
-N, V, D = pick((37, 331, 24), (9, 37, 16))
+N, V, D = pick((37, 331, 24), (9, 69, 16))
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_target_ignored(cce, reduction, dtype):
     case = make_case(N, V, D, dtype, bias=True, ignored=2.0, reduction=reduction, return_lse=True)
@@ -35,8 +35,8 @@ def test_no_tokens(cce, shape, reduction):
     assert torch.equal(got["dbias"], torch.zeros(V, device=DEVICE))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("poison", pick([math.nan, math.inf], [math.nan]))
 @pytest.mark.parametrize("where", ["scattered", "leading", "trailing", "all but one"])
 def test_ignored_rows_are_never_read(cce, where, poison, dtype):
     case = make_case(N, V, D, dtype, bias=True, ignored=0.0, return_lse=True, reduction="sum")
@@ -62,7 +62,7 @@ def test_ignored_rows_are_never_read(cce, where, poison, dtype):
     torch.testing.assert_close(got["dbias"], want["dbias"])
 
 
-@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 5, V + 7, -(2**31)])
+@pytest.mark.parametrize("ignore_index", pick([-100, -1, 0, 5, V + 7, -(2**31)], [0, V + 7]))
 @pytest.mark.parametrize("integer", [torch.int64, torch.int32])
 def test_any_ignore_index_and_integer_type(cce, ignore_index, integer):
     case = make_case(N, V, D, bias=True, ignore_index=ignore_index)
@@ -92,7 +92,7 @@ def test_a_padded_class_is_no_target(cce):
         run(cce.linear_cross_entropy, case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_bad_valid_row_keeps_to_itself(cce, value, dtype):
     """As in F.cross_entropy: the row is NaN, and so are the classifier gradients that it takes part in."""
@@ -109,7 +109,7 @@ def test_a_bad_valid_row_keeps_to_itself(cce, value, dtype):
     assert got["dc"].isnan().all(dim=1).any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_classes_excluded_by_minus_infinity(cce, dtype):
     """Whole tiles of -inf come before the first finite logit: loss ln(1 + 1/e) and ln(1 + e), no NaN."""
     v, first, second = pick((600, 450, 599), (300, 150, 299))
@@ -144,7 +144,7 @@ def test_an_excluded_target_is_infinitely_improbable(cce):
     torch.testing.assert_close(got["dc"].double(), want["dc"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_loss_is_fp32(cce, dtype):
     for reduction in REDUCTIONS:
         case = make_case(N, V, D, dtype, reduction=reduction, return_lse=True)
@@ -165,26 +165,26 @@ def test_reduction_is_that_of_the_whole_batch(cce, reduction, weighted):
     torch.testing.assert_close(got.double(), want.reshape(got.shape), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 1, 3), (1, 1)])
+@pytest.mark.parametrize("shape", pick([(), (5,), (2, 3), (2, 1, 3), (1, 1)], [(), (2, 1, 3)]))
 def test_leading_dimensions(cce, shape):
     check(cce, make_case(shape, V, D, reduction="none", return_lse=True, ignored=0.2))
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, 7, 8, 9, pick(127, 31), pick(129, 33), pick(1001, 65)])
-@pytest.mark.parametrize("d", [1, 2, 15, 17, pick(1001, 70)])
+@pytest.mark.parametrize("v", pick([1, 2, 3, 7, 8, 9, 127, 129, 1001], [1, 2, 8, 33, 65]))
+@pytest.mark.parametrize("d", pick([1, 2, 15, 17, 1001], [1, 17, 70]))
 def test_awkward_sizes(cce, v, d):
     check(cce, make_case(pick(33, 5), v, d, DTYPES[0], bias=True))
 
 
-@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, pick(129, 33)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", pick([1, 2, 15, 16, 17, 129], [1, 16, 17, 33]))
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_numbers_of_tokens(cce, n, dtype):
     check(cce, make_case(n, V, D, dtype, bias=True, reduction="sum"))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", pick(REDUCTIONS, ["none"]))
 @pytest.mark.parametrize("length", [0, 1, 2, 9])
-@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 2)])
+@pytest.mark.parametrize("batch", pick([(), (1,), (3,), (2, 2)], [(3,)]))
 def test_shift(cce, batch, length, reduction):
     """Position t predicts target t + 1, row by row; the last position of each row gets no gradient."""
     case = make_case((*batch, length), V, D, reduction=reduction, shift=True, return_lse=True, token_weight=True)
@@ -203,7 +203,7 @@ def test_shift_never_crosses_rows(cce):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_strides(cce, layout, dtype):
     case = make_case(N, V, D, dtype, bias=True, reduction="none", weight=True, token_weight=True, label_smoothing=0.1)
     want = run(cce.linear_cross_entropy, case)
@@ -223,7 +223,7 @@ def test_expanded_inputs(cce):
     check(cce, case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("kind", ["expanded", "every other", "zero", "one row", "negative", "transposed"])
 def test_upstream_gradients(cce, kind, dtype):
     case = make_case((4, N), V, D, dtype, reduction="none", return_lse=True)
@@ -264,7 +264,7 @@ def test_stride_zero_upstream_of_a_sum(cce):
     torch.testing.assert_close(e.grad, f.grad)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("needs", [("e",), ("c",), ("bias",), ("e", "c"), ("e", "bias"), ("c", "bias"), ()])
 def test_who_needs_gradients(cce, needs, dtype):
     case = make_case(N, V, D, dtype, bias=True, return_lse=True)

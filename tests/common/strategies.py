@@ -7,7 +7,7 @@ from common.layouts import LAYOUTS
 from helpers import DEVICE, DTYPES, IGNORE, make_case, pick
 from hypothesis import strategies as st
 
-LARGEST = pick(300, 40)
+LARGEST = pick(300, 80)
 EDGES = [n for n in (0, 1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129) if n <= LARGEST]
 
 
