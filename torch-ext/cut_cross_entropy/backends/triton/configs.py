@@ -23,21 +23,34 @@ class Tile(NamedTuple):
 
 
 class Config(NamedTuple):
-    """`fold` and `dlogits` multiply the same operands and differ in their epilogues; `fp32` is IEEE arithmetic."""
+    """`fold` and `dlogits` multiply the same operands and differ in their epilogues.
+
+    `heavy` leaves an epilogue with a softcap the registers that a larger accumulator would make it spill; `fp32` is
+    IEEE arithmetic.
+    """
 
     fold: Tile
     dlogits: Tile
+    heavy: Tile
     fp32: Tile
     descriptors: bool
 
+    def tile(self, kernel, dtype, heavy):
+        """The tile of "fold" or "dlogits" for operands of a dtype."""
+        return self.fp32 if dtype == torch.float32 else self.heavy if heavy else getattr(self, kernel)
 
+
+_IEEE = Tile(64, 64, 32, 4, 2)
+_INTERPRETED = Tile(16, 32, 16, 1, 1)
 CONFIGS = {
+    # Accumulators in tensor memory pass through registers whole: 128 x 256 spills there.
+    "sm100": Config(*[Tile(128, 128, 64, 8, 4)] * 2, Tile(128, 64, 64, 8, 4), _IEEE, True),
     # 128 x 256 x 64 with descriptors runs at the speed of cuBLAS; 128 x 128 loses 15 to 30 %.
-    "sm90": Config(Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(64, 64, 32, 4, 2), descriptors=True),
-    "sm80": Config(Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(64, 64, 32, 4, 2), descriptors=False),
-    "sm86": Config(Tile(128, 128, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(64, 64, 32, 4, 2), descriptors=False),
-    "gfx9": Config(Tile(128, 128, 32, 8, 2), Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2), descriptors=False),
-    "interpreter": Config(Tile(16, 32, 16, 1, 1), Tile(16, 32, 16, 1, 1), Tile(16, 32, 16, 1, 1), descriptors=True),
+    "sm90": Config(Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), _IEEE, True),
+    "sm80": Config(*[Tile(128, 128, 64, 8, 3)] * 3, _IEEE, False),
+    "sm86": Config(*[Tile(128, 128, 32, 8, 3)] * 2, Tile(128, 64, 32, 8, 3), _IEEE, False),
+    "gfx9": Config(*[Tile(128, 128, 32, 8, 2)] * 3, _IEEE, False),
+    "interpreter": Config(*[_INTERPRETED] * 4, True),
 }
 
 # Row blocks that share a classifier tile in L2 while they are in flight.
@@ -54,9 +67,10 @@ def architecture(capability, hip=False):
     if hip:
         return "gfx9"
     if capability < (8, 0):
-        raise RuntimeError(f"compute capability {capability[0]}.{capability[1]} is below 8.0, the least that is supported")
-    if capability in ((9, 0), (10, 0), (10, 3)):
-        return "sm90"
+        found = ".".join(map(str, capability))
+        raise RuntimeError(f"compute capability {found} is below 8.0, the least that is supported")
+    if capability[0] in (9, 10, 11):
+        return "sm90" if capability[0] == 9 else "sm100"
     return "sm80" if capability in ((8, 0), (8, 7)) else "sm86"
 
 

@@ -116,7 +116,7 @@ def dlogits(problem, e, fold, gradients, live, unit, panel):
     """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
     c, device = problem.c, e.device
     config = configs.config_of(device)
-    tile = config.fp32 if e.dtype == torch.float32 else config.dlogits
+    tile = config.tile("dlogits", e.dtype, heavy=problem.softcap is not None)
     (bias, inner, outer), flags = logit_arguments(problem)
     e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
     c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)

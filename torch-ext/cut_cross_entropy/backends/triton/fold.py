@@ -205,7 +205,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     e, c = problem.e, problem.c
     (n, d), v, device = e.shape, c.shape[0], e.device
     config = configs.config_of(device)
-    tile = config.fp32 if e.dtype == torch.float32 else config.fold
+    tile = config.tile("fold", e.dtype, heavy=want_smooth and problem.softcap is not None)
     splits = forward_splits(n, v, d, block_m=tile.BM, block_n=tile.BN, processors=configs.processors_of(device))
 
     def new(*shape, wanted=True, dtype=torch.float32):
