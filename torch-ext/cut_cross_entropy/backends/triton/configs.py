@@ -25,8 +25,8 @@ class Tile(NamedTuple):
 class Config(NamedTuple):
     """`fold` and `dlogits` multiply the same operands and differ in their epilogues.
 
-    `heavy` leaves an epilogue with a softcap the registers that a larger accumulator would make it spill; `fp32` is
-    IEEE arithmetic.
+    `heavy` leaves an epilogue with a softcap the registers that a larger accumulator would make it spill, `pointers`
+    does so for the addresses of rows that are not aligned; `fp32` is IEEE arithmetic.
     """
 
     fold: Tile
@@ -34,10 +34,15 @@ class Config(NamedTuple):
     heavy: Tile
     fp32: Tile
     descriptors: bool
+    pointers: Tile = Tile(128, 128, 32, 8, 4)
 
-    def tile(self, kernel, dtype, heavy):
-        """The tile of "fold" or "dlogits" for operands of a dtype."""
-        return self.fp32 if dtype == torch.float32 else self.heavy if heavy else getattr(self, kernel)
+    def tile(self, kernel, dtype, heavy, described=True):
+        """The tile of "fold" or "dlogits" for operands of a dtype, `described` where a descriptor could hold them."""
+        if dtype == torch.float32:
+            return self.fp32
+        if self.descriptors and not described:
+            return self.pointers
+        return self.heavy if heavy else getattr(self, kernel)
 
 
 _IEEE = Tile(64, 64, 32, 4, 2)
@@ -50,7 +55,7 @@ CONFIGS = {
     "sm80": Config(*[Tile(128, 128, 64, 8, 3)] * 3, _IEEE, False),
     "sm86": Config(*[Tile(128, 128, 32, 8, 3)] * 2, Tile(128, 64, 32, 8, 3), _IEEE, False),
     "gfx9": Config(*[Tile(128, 128, 32, 8, 2)] * 3, _IEEE, False),
-    "interpreter": Config(*[_INTERPRETED] * 4, True),
+    "interpreter": Config(*[_INTERPRETED] * 4, True, _INTERPRETED),
 }
 
 # Row blocks that share a classifier tile in L2 while they are in flight.

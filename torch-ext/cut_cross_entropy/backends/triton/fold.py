@@ -205,7 +205,8 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     e, c = problem.e, problem.c
     (n, d), v, device = e.shape, c.shape[0], e.device
     config = configs.config_of(device)
-    tile = config.tile("fold", e.dtype, heavy=want_smooth and problem.softcap is not None)
+    described = configs.describable(e) and configs.describable(c)
+    tile = config.tile("fold", e.dtype, want_smooth and problem.softcap is not None, described)
     splits = forward_splits(n, v, d, block_m=tile.BM, block_n=tile.BN, processors=configs.processors_of(device))
 
     def new(*shape, wanted=True, dtype=torch.float32):
