@@ -171,6 +171,30 @@ def test_pad_lanes_have_no_mass(cce, sign, dtype):
             torch.testing.assert_close(loss, torch.full_like(loss, math.log(v)), rtol=1e-6, atol=0)
 
 
+WAVES = {
+    "rising": lambda x: 600 * x - 300,
+    "falling": lambda x: 300 - 600 * x,
+    "spike at the end": lambda x: torch.where(x == 1, 150.0, -150.0),
+    "spike at the start": lambda x: torch.where(x == 0, 150.0, -150.0),
+    "far below zero": lambda x: -2000 - 30 * x,
+    "far above zero": lambda x: 2000 + 30 * x,
+    "nothing before the end": lambda x: torch.where(x < 0.9, -math.inf, 3.0),
+    "nothing after the start": lambda x: torch.where(x > 0.1, -math.inf, 3.0),
+}
+
+
+@pytest.mark.parametrize("function", ["linear_cross_entropy", "linear_token_stats"])
+@pytest.mark.parametrize("wave", WAVES)
+def test_a_maximum_that_moves(cce, wave, function):
+    """From tile to tile by more than fp32's exponents hold; the targets are among the possible classes."""
+    options = {"reduction": "none", "return_lse": True} if function == "linear_cross_entropy" else {}
+    case = make_case(pick(60, 12), pick(1500, 170), 16, bias=True, ignored=0.0, spread=1.0, **options)
+    case.bias = WAVES[wave](torch.linspace(0, 1, case.c.shape[0], device=DEVICE))
+    possible = case.bias.isfinite().nonzero()[:, 0]
+    case.targets = possible[case.targets % len(possible)]
+    check(cce, case, function)
+
+
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_softcap_saturates_without_overflow(cce, dtype):
     e = torch.zeros(3, 16, dtype=dtype, device=DEVICE)
