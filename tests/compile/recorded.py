@@ -1,13 +1,14 @@
 """Compiling, without a GPU, what the Triton backend would launch.
 
-`record` runs the schedule on CPU tensors with a chosen row of the tile table while `launch` only notes its arguments;
-`compile_for` hands one noted launch to the compiler for a target and reads the assembler's resource report.
+`Recorder` runs the primitives on CPU tensors with a chosen row of the tile table while `launch` only notes its
+arguments; `compile_for` hands one noted launch to the compiler for a target and reads the assembler's resource report.
 """
 
+import contextlib
+import importlib
+import io
 import re
-import subprocess
-import tempfile
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,8 +25,57 @@ TYPES = {
 }
 
 
+class Launch(NamedTuple):
+    kernel: object
+    args: tuple
+    constants: dict
+
+
+class Resources(NamedTuple):
+    shared: int  # bytes of shared memory per block
+    spilled: int  # bytes of registers per thread that went to local memory
+
+
+class Recorder:
+    """The Triton backend of a loaded kernel module, run on CPU tensors with its launches noted instead of made."""
+
+    def __init__(self, name, patch):
+        self.backend, self.configs, self.problem, self.schedule = (
+            importlib.import_module(f"{name}.{module}")
+            for module in ("backends.triton", "backends.triton.configs", "problem", "schedules.recompute")
+        )
+        for module in ("fold", "dlogits", "rows"):
+            patch.setattr(importlib.import_module(f"{name}.backends.triton.{module}"), "launch", self._note)
+        self._patch = patch
+
+    def _note(self, kernel, programs, device, *args, compiled=None, **constants):
+        self._launches.append(Launch(kernel, args, constants))
+        if kernel.__name__ == "select_kernel":
+            _, _, count, in_range, *_ = args
+            count.fill_(self._live), in_range.fill_(1)
+
+    def step(self, row, problem, live, upstream=("nll",), **wanted):
+        """Launches by kernel name of one forward and backward with the tiles of this row of CONFIGS."""
+        self._patch.setattr(self.configs, "config_of", lambda device: self.configs.CONFIGS[row])
+        self._launches, self._live = [], live
+        e, c = problem.e, problem.c
+        gradient = torch.ones(()).expand(e.shape[0])
+        gradients = self.problem.RowGradients(
+            *(gradient if name in upstream else None for name in self.problem.RowGradients._fields)
+        )
+        fold = self.schedule.forward(self.backend, problem, **wanted)
+        self.schedule.backward(
+            *(self.backend, problem, fold, gradients, True, True, False, None),
+            *(torch.empty_like(e, memory_format=torch.contiguous_format), torch.empty_like(c), None),
+        )  # fmt: skip
+        launches = {}
+        for launch in self._launches:
+            launches.setdefault(launch.kernel.__name__, []).append(launch)
+        return launches
+
+
 def _argument(value, specialize):
-    """(type, constant, attributes) of one run-time argument, as the launcher would specialise it."""
+    """(type, constant or ... for none, attributes) of one run-time argument, as the launcher would specialise it."""
     if value is None:
         return "constexpr", None, None
     if isinstance(value, TensorDescriptor):
@@ -41,7 +91,7 @@ def _argument(value, specialize):
 
 def source_of(kernel, args, constants):
     signature, constexprs, attributes = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, args)):
+    for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=False)):
         kind, constant, attribute = _argument(value, not parameter.do_not_specialize)
         signature[parameter.name] = kind
         if constant is not ...:
@@ -56,21 +106,20 @@ def source_of(kernel, args, constants):
     return ASTSource(kernel, signature, constexprs, attributes), options
 
 
-def compile_for(launch, backend, arch, warp_size=32):
+def compile_for(launch, arch):
+    """Resources of one launch compiled for an architecture: 90 is sm_90, "gfx942" is AMD's."""
+    backend = "hip" if isinstance(arch, str) else "cuda"
     kernel, args, constants = launch
     source, options = source_of(kernel, args, constants)
-    return triton.compile(source, target=GPUTarget(backend, arch, warp_size), options=options)
-
-
-def resources(compiled, arch):
-    """(registers, spilled bytes) by ptxas's own report for the compiled PTX."""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if arch >= 100 else "ptxas")
-    suffix = "a" if arch >= 90 else ""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"])
-        file.flush()
-        report = subprocess.run(
-            [ptxas, "-v", f"--gpu-name=sm_{arch}{suffix}", file.name, "-o", "/dev/null"], capture_output=True, text=True
-        ).stderr
-    registers = int(re.search(r"Used (\d+) registers", report).group(1))
-    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+    target = GPUTarget(backend, arch, 32 if backend == "cuda" else 64)
+    # ptxas reports spills in its log alone, and a kernel from the cache has none.
+    knobs, log = triton.knobs, io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=target, options=options)
+    if backend == "cuda":
+        stored, loaded = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue()).groups()
+        return Resources(compiled.metadata.shared, max(int(stored), int(loaded)))
+    # A spilled vector register is 4 bytes of each lane.
+    spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"]).group(1)
+    return Resources(compiled.metadata.shared, 4 * int(spilled))

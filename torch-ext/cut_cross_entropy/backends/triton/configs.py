@@ -34,13 +34,13 @@ class Config(NamedTuple):
     heavy: Tile
     fp32: Tile
     descriptors: bool
-    pointers: Tile = Tile(128, 128, 32, 8, 4)
+    pointers: Tile = Tile(128, 128, 32, 8, 3)
 
     def tile(self, kernel, dtype, heavy, described=True):
         """The tile of "fold" or "dlogits" for operands of a dtype, `described` where a descriptor could hold them."""
         if dtype == torch.float32:
             return self.fp32
-        if self.descriptors and not described:
+        if not described:
             return self.pointers
         return self.heavy if heavy else getattr(self, kernel)
 
@@ -54,12 +54,14 @@ CONFIGS = {
     "sm90": Config(Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), _IEEE, True),
     "sm80": Config(*[Tile(128, 128, 64, 8, 3)] * 3, _IEEE, False),
     "sm86": Config(*[Tile(128, 128, 32, 8, 3)] * 2, Tile(128, 64, 32, 8, 3), _IEEE, False),
-    "gfx9": Config(*[Tile(128, 128, 32, 8, 2)] * 3, _IEEE, False),
+    "gfx9": Config(*[Tile(128, 128, 32, 8, 2)] * 3, _IEEE, False, Tile(128, 128, 32, 8, 2)),
     "interpreter": Config(*[_INTERPRETED] * 4, True, _INTERPRETED),
 }
 
 # Row blocks that share a classifier tile in L2 while they are in flight.
 GROUP = 16
+# As the fold has it where rows are long: more of them side by side, fewer vocabulary splits at once.
+GROUP_FOLD = 32
 # The forward runs over all rows while at least DENSE / 8 of them are valid, and over the list of valid rows below that.
 DENSE = 7
 # Below this many multiplications in a pass, a few tenths of a millisecond, skipping ignored rows would cost more in
@@ -111,7 +113,10 @@ def precision_of(dtype):
     """fp32 products are IEEE unless the matmul setting of torch in force allows TF32."""
     if dtype != torch.float32 or not torch.cuda.is_available():
         return "ieee"
-    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    if setting is None or setting == "none":
-        setting = getattr(torch.backends, "fp32_precision", "ieee")
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):  # torch 2.8
+        return "tf32" if matmul.allow_tf32 else "ieee"
+    setting = matmul.fp32_precision
+    if setting == "none":  # as set for all operations
+        setting = torch.backends.fp32_precision
     return "tf32" if setting == "tf32" else "ieee"

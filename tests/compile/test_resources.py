@@ -1,0 +1,169 @@
+"""Every kernel, compiled ahead of time for every architecture: it fits in shared memory and does not spill.
+
+Options multiply, and a compilation takes seconds. On 9.0 every combination that differs in its epilogue is compiled;
+elsewhere the plain kernels and the heaviest ones. CCE_COMPILE_ALL=1 compiles every combination everywhere.
+"""
+
+import itertools
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from recorded import Recorder, compile_for
+
+KB = 1024
+SPILL = 64  # bytes a thread
+
+# Architecture -> row of the tile table and bytes of shared memory that a block may have.
+LIMITS = {
+    80: ("sm80", 163 * KB),
+    86: ("sm86", 99 * KB),
+    89: ("sm86", 99 * KB),
+    90: ("sm90", 227 * KB),
+    100: ("sm100", 227 * KB),
+    120: ("sm86", 99 * KB),
+    "gfx90a": ("gfx9", 64 * KB),
+    "gfx942": ("gfx9", 64 * KB),
+}
+
+
+class Options(NamedTuple):
+    """What changes the kernels' code. Smoothing belongs to the loss, statistics to `linear_token_stats`."""
+
+    bias: bool = False
+    softcap: bool = False
+    smooth: bool = False
+    weight: bool = False
+    stats: bool = False
+
+    def __str__(self):
+        return "+".join(name for name, on in self._asdict().items() if on) or "plain"
+
+
+PLAIN = Options()
+SOFTCAP = Options(softcap=True)
+SMOOTH = Options(bias=True, smooth=True, weight=True)
+STATS = Options(bias=True, stats=True)
+SMOOTH_SOFTCAP = SMOOTH._replace(softcap=True)
+STATS_SOFTCAP = STATS._replace(softcap=True)
+
+
+class Case(NamedTuple):
+    arch: int | str
+    kernel: str  # "fold" over all rows, "fold-listed", "dlogits"
+    options: Options
+    dtype: torch.dtype = torch.bfloat16
+    d: int = 128  # 127: rows of no descriptor, and a masked last block of the hidden size
+
+    def __str__(self):
+        name = f"{self.arch}-{self.kernel}-{self.options}-{str(self.dtype).removeprefix('torch.')}"
+        return name if self.d == 128 else f"{name}-unaligned"
+
+
+def every_case():
+    flags = (
+        Options(bias, softcap, *kind)
+        for bias, softcap in itertools.product((False, True), repeat=2)
+        for kind in ((False, False, False), (True, False, False), (True, True, False), (False, False, True))
+    )
+    kernels, dtypes = ("fold", "fold-listed", "dlogits"), (torch.bfloat16, torch.float16, torch.float32)
+    for options in flags:
+        for arch, kernel, dtype, d in itertools.product(LIMITS, kernels, dtypes, (128, 127)):
+            yield Case(arch, kernel, options, dtype, d)
+
+
+def cases():
+    """The costly ones first, so that the last of them does not run alone."""
+    for options in (SMOOTH_SOFTCAP, STATS_SOFTCAP, SMOOTH, STATS, SOFTCAP, PLAIN):
+        for kernel in ("dlogits", "fold", "fold-listed"):
+            yield Case(90, kernel, options)
+    for arch in (100, 120, 80, 86, 89, "gfx90a", "gfx942"):
+        yield Case(arch, "fold", STATS_SOFTCAP)
+        yield Case(arch, "dlogits", SMOOTH_SOFTCAP)
+    for arch in (100, 80):
+        yield Case(arch, "fold-listed", SMOOTH_SOFTCAP)
+        yield Case(arch, "fold", PLAIN)
+        yield Case(arch, "dlogits", PLAIN)
+    yield Case(90, "dlogits", SMOOTH_SOFTCAP, torch.float16)
+    yield Case(80, "dlogits", SMOOTH_SOFTCAP, d=127)
+    for arch in (90, 80, 86, "gfx942"):
+        yield Case(arch, "fold", STATS_SOFTCAP, d=127)
+    for arch in (90, 80):
+        yield Case(arch, "fold", STATS_SOFTCAP, torch.float32)
+        yield Case(arch, "dlogits", SMOOTH_SOFTCAP, torch.float32)
+
+
+CASES = list(every_case() if os.environ.get("CCE_COMPILE_ALL") == "1" else cases())
+
+
+def step(recorder, case, live=256):
+    n, v = 256, 512
+    problem = recorder.problem.Problem(
+        e=torch.zeros(n, case.d, dtype=case.dtype), c=torch.zeros(v, case.d, dtype=case.dtype),
+        targets=torch.zeros(n, dtype=torch.int64), bias=torch.zeros(v) if case.options.bias else None,
+        weight=torch.zeros(v) if case.options.weight else None, ignore_index=-100,
+        softcap=30.0 if case.options.softcap else None, scale=1.5, temperature=0.7,
+    )  # fmt: skip
+    upstream = ["nll"]
+    if case.options.smooth:
+        upstream += ["rest", "smooth"]
+    if case.options.stats:
+        upstream += ["rest", "entropy"]
+    stats = case.options.stats
+    wanted = {"want_smooth": case.options.smooth, "want_entropy": stats, "want_prediction": stats}
+    return recorder.step(LIMITS[case.arch][0], problem, live, upstream, **wanted)
+
+
+def launch_of(launches, kernel):
+    name, _, listed = kernel.partition("-")
+    found = launches[f"{name}_kernel"]
+    return next(launch for launch in found if launch.constants.get("LISTED", False) == bool(listed))
+
+
+def check(launch, arch):
+    found, limit = compile_for(launch, arch), LIMITS[arch][1]
+    assert found.shared <= limit, f"{found.shared} bytes of shared memory, {limit} available"
+    assert found.spilled <= SPILL, f"{found.spilled} bytes of registers spilled, {SPILL} allowed"
+
+
+@pytest.fixture
+def recorder(cce, monkeypatch):
+    return Recorder(cce.__name__, monkeypatch)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fits(recorder, case):
+    check(launch_of(step(recorder, case), case.kernel), case.arch)
+
+
+@pytest.mark.parametrize("arch", [80, 90, "gfx942"])
+@pytest.mark.parametrize("kernel", ["select", "compact", "expand", "merge"])
+def test_row_kernels_fit(recorder, kernel, arch):
+    launches = step(recorder, Case(arch, kernel, SMOOTH, torch.float16), live=100)
+    check(launches[f"{kernel}_kernel"][0], arch)
+
+
+def test_a_spill_is_seen(recorder):
+    launch = launch_of(step(recorder, Case(80, "fold", PLAIN)), "fold")
+    crowded = launch._replace(constants=launch.constants | {"num_warps": 2})
+    with pytest.raises(AssertionError, match="registers spilled"):
+        check(crowded, 80)
+
+
+def test_constants_come_in_the_order_of_the_signature(recorder):
+    """A compiled kernel is run again with its constants by position."""
+    for options in (PLAIN, SMOOTH_SOFTCAP, STATS_SOFTCAP):
+        for launch in itertools.chain(*step(recorder, Case(90, "fold", options), live=100).values()):
+            names = [name for name in launch.constants if not name.startswith("num_")]
+            assert names == launch.kernel.arg_names[len(launch.args) :]
+
+
+def test_tuned_tiles_are_kept(recorder):
+    """128 x 256 runs at the speed of cuBLAS on 9.0: the plain kernels must not lose it to an option's needs."""
+    for dtype in (torch.bfloat16, torch.float16):
+        launches = step(recorder, Case(90, "fold", PLAIN, dtype))
+        for kernel, stages in (("fold", 4), ("dlogits", 3)):
+            constants = launch_of(launches, kernel).constants
+            tile = [constants[name] for name in ("BM", "BN", "BK", "num_warps", "num_stages")]
+            assert tile == [128, 256, 64, 8, stages]
