@@ -70,7 +70,7 @@ def linear_cross_entropy(
         c: classifier (lm_head weight) [V, D], of the dtype of e.
         targets: class ids [...], int64 or int32, each in [0, V) or equal to ignore_index.
         bias: [V], any floating dtype, added to the dot products.
-        ignore_index: targets of this value contribute nothing, get zero gradient and are not read into arithmetic.
+        ignore_index: targets of this value contribute nothing and get zero gradient, whatever their hidden states hold.
         softcap: bound of the logits, softcap * tanh(z / softcap) (Gemma 2, arXiv 2408.00118).
         reduction: "mean", "sum" or "none".
         shift: predict token t + 1 from position t: targets move by one along their last dimension and the last
@@ -106,9 +106,12 @@ def linear_cross_entropy(
     if num_items is not None and reduction != "mean":
         raise ValueError(f"num_items: is the divisor of reduction='mean', got reduction={reduction!r}")
     if token_weight is not None:
+        if not isinstance(token_weight, Tensor):
+            raise TypeError(f"token_weight: got {type(token_weight).__name__}, accepted is a torch.Tensor")
         if token_weight.shape != targets.shape:
             raise ValueError(
-                f"token_weight: got shape {tuple(token_weight.shape)}, accepted is that of targets, {tuple(targets.shape)}"
+                f"token_weight: got shape {tuple(token_weight.shape)}, "
+                f"accepted is that of targets, {tuple(targets.shape)}"
             )
         if token_weight.requires_grad:
             raise ValueError("token_weight: requires a gradient, which is not defined here; pass token_weight.detach()")
@@ -251,6 +254,8 @@ def _check(e, c, targets, bias, weight, softcap, shift, logit_scale, temperature
         raise ValueError(
             f"e and targets: got shapes {tuple(e.shape)} and {tuple(targets.shape)}, accepted are [..., D] and [...]"
         )
+    if not isinstance(shift, bool):
+        raise TypeError(f"shift: got {shift!r}, accepted is True (predict the next token) or False")
     if shift and targets.dim() == 0:
         raise ValueError("shift: needs targets with a last dimension to shift along, got a 0-d tensor")
     for name in ("e", "c"):
@@ -262,7 +267,8 @@ def _check(e, c, targets, bias, weight, softcap, shift, logit_scale, temperature
         t = named[name]
         if t is not None and (t.shape != c.shape[:1] or not t.is_floating_point()):
             raise ValueError(
-                f"{name}: got shape {tuple(t.shape)} of {t.dtype}, accepted is a floating tensor of shape [V] = [{c.shape[0]}]"
+                f"{name}: got shape {tuple(t.shape)} of {t.dtype}, "
+                f"accepted is a floating tensor of shape [V] = [{c.shape[0]}]"
             )
     if isinstance(logit_scale, Tensor):
         raise TypeError("logit_scale: got a tensor, accepted is a number; multiply e by a learned scale instead")

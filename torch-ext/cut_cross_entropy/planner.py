@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 MIB = 1 << 20
 SCHEDULES = ("auto", "recompute")
@@ -22,7 +24,7 @@ SCHEDULES = ("auto", "recompute")
 # Panel widths are multiples of this: the widest vocabulary tile of the kernels, and a multiple of the 64 columns that
 # every GEMM extent and row stride should be divisible by.
 PANEL_STEP = 256
-# Per token: the fp32 vectors nll, lse, m, log s and the int32 row index.
+# Per token: the fp32 vectors nll, lse, m, s and the int32 row index.
 STATE_BYTES = 20
 # What the default budget is at least.
 DEFAULT_WORKSPACE = 64 * MIB
@@ -43,8 +45,8 @@ class Plan:
     schedule: str
     panel: int
     panels: int
-    parts: dict[str, int] = field(default_factory=dict)
-    flops: int = 0
+    parts: Mapping[str, int]
+    flops: int
 
     def _of(self, stage: str) -> int:
         return sum(size for name, size in self.parts.items() if name.partition(":")[0] in ("both", stage))
@@ -154,7 +156,7 @@ def plan(
             f"workspace: got {workspace} bytes, these sizes (N = {n}, V = {v}, D = {d}, {name}) need at least {minimum}"
         )
     if not backward:
-        return Plan("recompute", 0, 0, parts, 2 * n * v * d)
+        return Plan("recompute", 0, 0, MappingProxyType(parts), 2 * n * v * d)
     widest = max(narrowest, (workspace - held) // panel_rate // PANEL_STEP * PANEL_STEP)
     panels = math.ceil(v / min(widest, v))
     step = PANEL_STEP if panels > 1 else 64
@@ -162,4 +164,4 @@ def plan(
     panels = math.ceil(v / width)
     parts |= {key: size * width for key, size in per_column.items() if size}
     gemms = 1 + need_de + need_dc
-    return Plan("recompute", width, panels, parts, 2 * n * v * d + 2 * valid * v * d * gemms)
+    return Plan("recompute", width, panels, MappingProxyType(parts), 2 * n * v * d + 2 * valid * v * d * gemms)

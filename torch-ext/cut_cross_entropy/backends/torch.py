@@ -106,7 +106,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     )
 
 
-def panel_unit(dtype, targets, ignore_index, gradients):
+def panel_unit(problem, gradients):
     return None
 
 
@@ -130,7 +130,7 @@ def _gradient(log_p, q, w, z, g, h, inv_cap):
 
 
 def dlogits(problem, e, fold, gradients, live, unit, panel):
-    """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
+    """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of a compacted e."""
     index = fold.rows[:live].long()
     y = problem.targets[index].long()
     m, log_s, nll = fold.m[index], fold.s[index].log(), fold.nll[index]

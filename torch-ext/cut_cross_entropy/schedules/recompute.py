@@ -37,7 +37,7 @@ def row_gradients(problem, nll, lse, smooth, entropy):
 
 
 def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, workspace, de, dc, dbias):
-    """dC[panel] = panel.T @ e, one plain write each; dE = sum over panels of panel @ c[panel], in fp32, rounded once."""
+    """dC[panel] = panel.T @ e, one plain write each; dE = sum over panels of panel @ c[panel], fp32, rounded once."""
     (n, d), v = problem.e.shape, problem.c.shape[0]
     live, known = backend.count_on_host(problem, fold.count) if n else (0, True)
     if live == 0 or d == 0:
@@ -48,7 +48,7 @@ def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, wo
     chosen = planned(
         backend, problem.e, v, (need_de, need_dc, need_dbias), workspace, valid=live, compacted=not known or live < n
     )
-    unit = backend.panel_unit(problem.e.dtype, problem.targets, problem.ignore_index, gradients)
+    unit = backend.panel_unit(problem, gradients)
     e = backend.compact(problem.e, fold.rows, fold.count, live, known, de)
     in_place = need_de and de.dtype == torch.float32 and e is problem.e
     accumulator = None

@@ -91,8 +91,9 @@ def dlogits_kernel(
         # Away from the target q = p = x / s: the division joins the coefficients of the row.
         b_above = b_z - b_m[:, None]
         b_dz = gradient(
-            tl.exp2(b_above), LN2 * (b_above - tl.log2(b_s)[:, None]), b_w[None, :], b_z, ((b_nll + b_rest) / b_s)[:, None],
-            b_smooth[:, None], (b_entropy / b_s)[:, None], b_h[:, None], outer, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+            tl.exp2(b_above), LN2 * (b_above - tl.log2(b_s)[:, None]), b_w[None, :], b_z,
+            ((b_nll + b_rest) / b_s)[:, None], b_smooth[:, None],
+            (b_entropy / b_s)[:, None], b_h[:, None], outer, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
         )  # fmt: skip
         if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
             b_log_py = -row_vector(loss, o_n, m_m, 1, True)
@@ -109,11 +110,12 @@ def dlogits_kernel(
             panel.store([i_m, i_t * BN], b_dz.to(panel.dtype))
         else:
             p_panel = panel + o_m.to(tl.int64)[:, None] * stride_panel + (i_t * BN + tl.arange(0, BN))[None, :]
-            tl.store(p_panel, b_dz.to(panel.dtype.element_ty), mask=(o_m < live)[:, None] & (o_v < i_v0 + width)[None, :])
+            m_panel = (o_m < live)[:, None] & (o_v < i_v0 + width)[None, :]
+            tl.store(p_panel, b_dz.to(panel.dtype.element_ty), mask=m_panel)
 
 
 def dlogits(problem, e, fold, gradients, live, unit, panel):
-    """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of the compacted e."""
+    """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of a compacted e."""
     c, device = problem.c, e.device
     config = configs.config_of(device)
     tile = config.tile("dlogits", e.dtype, heavy=problem.softcap is not None)
@@ -155,19 +157,22 @@ def dlogits(problem, e, fold, gradients, live, unit, panel):
     return write
 
 
-def panel_unit(dtype, targets, ignore_index, gradients):
-    """fp16 only: the power of two that brings the largest finite upstream gradient to about 2^10, a 0-d tensor.
+def panel_unit(problem, gradients):
+    """fp16 only: the power of two that brings the largest finite coefficient of a row to about 2^10, a 0-d tensor.
 
-    fp16 has few exponents: an upstream of 1/N would end among its subnormals. bf16 and fp32 need no unit.
+    fp16 has few exponents: an upstream of 1/N would end among its subnormals, a large one beyond its range. bf16 and
+    fp32 need no unit.
     """
-    if dtype != torch.float16:
+    if problem.e.dtype != torch.float16:
         return None
-    valid, largest = targets != ignore_index, []
-    for g in (gradients.nll, gradients.rest, gradients.smooth, gradients.entropy):
+    valid, largest = problem.targets != problem.ignore_index, []
+    for g in gradients:
         if g is not None:
             largest.append(torch.where(valid & g.isfinite(), g, 0.0).abs().amax())
-    exponent = torch.frexp(torch.stack(largest).amax()).exponent
-    return torch.ldexp(torch.ones((), device=targets.device), (10 - exponent).clamp(-100, 100))
+    if gradients.smooth is not None and problem.weight is not None:
+        largest.append(largest[0] * problem.weight.float().abs().amax())
+    largest = torch.stack(largest).amax() * abs(problem.scale / problem.temperature)
+    return torch.ldexp(torch.ones_like(largest), (10 - torch.frexp(largest).exponent).clamp(-100, 100))
 
 
 def new_panel(e, live, width):

@@ -1,7 +1,8 @@
 """The fold: one pass over the vocabulary that keeps, per row, the target's logit, the max over all classes and the sum
 of exponentials over all other classes.
 
-Exponentials are base 2, and logits in units of log2(e). For each tile of logits, still in registers, with the target's column taken out where it goes by:
+Exponentials are base 2, and logits in units of log2(e). For each tile of logits, still in registers, with the target's
+column taken out where it goes by:
 
     m' = max(m, max_v z_v)      s' = s * 2^(m - m') + sum_{v != y} 2^(z_v - m')
 
@@ -41,14 +42,21 @@ def is_dense(count, N, DENSE: tl.constexpr):
 
 
 @triton.jit
-def largest(b_z, WANT_ARGMAX: tl.constexpr):
-    """Max of each row and, where wanted, its first column."""
+def summed(b_z, b_hit, b_m, MASKED: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr):
+    """Of one tile, by row: max, and relative to the new running max the sums of 2^z and 2^z z; the max's column."""
     if WANT_ARGMAX:
         b_top, b_at = tl.max(b_z, 1, return_indices=True, return_indices_tie_break_left=True)
     else:
         b_top = tl.max(b_z, 1)
         b_at = tl.zeros(b_top.shape, dtype=tl.int32)
-    return b_top, b_at
+    b_above = b_z - base_of(tl.maximum(b_m, b_top))[:, None]
+    b_p = tl.exp2(b_above)
+    if MASKED:
+        b_p = tl.where(b_hit, 0.0, b_p)
+    b_lean = tl.zeros(b_top.shape, dtype=tl.float32)
+    if WANT_ENTROPY:
+        b_lean = tl.sum(tl.where(b_p > 0.0, b_p * b_above, b_p), 1)
+    return b_top, tl.sum(b_p, 1), b_lean, b_at
 
 
 @triton.jit(do_not_specialize=["N", "V", "splits"])
@@ -105,25 +113,26 @@ def fold_kernel(
             if HAS_WEIGHT:
                 b_wz = b_z * tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
             b_weighted += tl.sum(tl.where((o_v < V)[None, :], b_wz, 0.0), 1)
-        b_top, b_at = largest(b_z, WANT_ARGMAX)
-        if i_v + BN > V:
-            b_z = tl.where((o_v < V)[None, :], b_z, float("-inf"))
-            b_top, b_at = largest(b_z, WANT_ARGMAX)
-        if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
+        # Both branches hand on row vectors alone: a tile that left them would be copied register by register.
+        b_masked = (i_v + BN > V).to(tl.int32) + tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32))
+        if b_masked > 0:
             b_hit = o_v[None, :] == b_y[:, None]
-            b_target += tl.sum(tl.where(b_hit, b_z, 0.0), 1)
-            b_z = tl.where(b_hit, float("-inf"), b_z)
+            b_zy = tl.sum(tl.where(b_hit, b_z, 0.0), 1)
+            b_real = tl.where((o_v < V)[None, :], b_z, float("-inf"))
+            b_top, b_add, b_lean, b_at = summed(b_real, b_hit, b_m, True, WANT_ENTROPY, WANT_ARGMAX)
+        else:
+            b_zy = tl.zeros([BM], dtype=tl.float32)
+            b_top, b_add, b_lean, b_at = summed(b_z, b_z, b_m, False, WANT_ENTROPY, WANT_ARGMAX)
+        b_target += b_zy
         if WANT_ARGMAX:
             b_argmax = tl.where(b_top > b_m, i_v + b_at, b_argmax)
         b_new = tl.maximum(b_m, b_top)
         b_base = base_of(b_new)
         b_decay = tl.exp2(b_m - b_base)
-        b_z -= b_base[:, None]
-        b_p = tl.exp2(b_z)
         if WANT_ENTROPY:
             b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
-            b_tilt = b_decay * (b_tilt + b_s * b_drop) + tl.sum(tl.where(b_p > 0.0, b_p * b_z, b_p), 1)
-        b_s = b_s * b_decay + tl.sum(b_p, 1)
+            b_tilt = b_decay * (b_tilt + b_s * b_drop) + b_lean
+        b_s = b_s * b_decay + b_add
         b_m = b_new
 
     o_part = i_s.to(tl.int64) * N + o_m
@@ -229,6 +238,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
     small = configs.is_small(n, v, d, device)
     dense = 0 if small else configs.DENSE
+    group = configs.GROUP_FOLD if d >= 2048 else configs.GROUP
     for listed in (0,) if small else (0, 1):
         described = e_descriptor and not listed
         launch(
@@ -236,9 +246,10 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
             e_operand if described else e, c_operand, bias, problem.weight, problem.targets, rows, count,
             nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
             n, v, d, splits[listed], *scalars, e.stride(0), c.stride(0),
-            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP, DENSE=dense, LISTED=listed == 1,
+            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=group, DENSE=dense, LISTED=listed == 1,
             E_DESCRIPTOR=described, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
-            PRECISION=configs.precision_of(e.dtype), FLATTEN=described and c_descriptor, **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
+            PRECISION=configs.precision_of(e.dtype), FLATTEN=described and c_descriptor, **flags, **wants,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     launch(
         merge_kernel, triton.cdiv(n, 128), device,

@@ -73,4 +73,5 @@ def logit_arguments(problem):
         inner, outer = problem.scale * unit, 1.0
     else:
         inner, outer = problem.scale / problem.softcap, problem.softcap * unit
-    return (problem.bias, inner, outer), dict(HAS_BIAS=problem.bias is not None, HAS_SOFTCAP=problem.softcap is not None)
+    flags = dict(HAS_BIAS=problem.bias is not None, HAS_SOFTCAP=problem.softcap is not None)
+    return (problem.bias, inner, outer), flags

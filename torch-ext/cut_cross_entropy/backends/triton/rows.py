@@ -65,7 +65,7 @@ def compact_kernel(e, rows, count, out, D, stride_e, stride_out, BLOCK: tl.const
 
 
 def compact(e, rows, count, live, known, de):
-    """The valid rows, contiguous, and zeros past the count: in the storage of dE, which is not written before the end."""
+    """The valid rows, contiguous, and zeros past the count: in the storage of dE, which is written at the end."""
     if known and live == e.shape[0]:
         return e
     out = torch.empty((live, e.shape[1]), dtype=e.dtype, device=e.device) if de is None else de[:live]
