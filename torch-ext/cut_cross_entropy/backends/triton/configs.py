@@ -90,7 +90,7 @@ def config_of(device):
 
 @functools.cache
 def processors_of(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def is_small(n, v, d, device):
