@@ -128,7 +128,11 @@ def truth(cce, case, function="linear_cross_entropy", dtype=torch.float64):
 
 def check(cce, case, function="linear_cross_entropy", needs=("e", "c", "bias")):
     """Run the kernel and hold every output and gradient to the contract. Returns what the kernel gave."""
-    got = run(getattr(cce, function), case, needs=needs)
+    return hold(cce, case, run(getattr(cce, function), case, needs=needs), function)
+
+
+def hold(cce, case, got, function="linear_cross_entropy"):
+    """Hold outputs and gradients of the kernel, on the case's device, to the contract."""
     want = truth(cce, case, function)
     model, slack = once_rounded(cce, case, function)
     weights = [t.max().item() for t in map(case.options.get, ("weight", "token_weight")) if t is not None and t.numel()]

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from common.draws import least_workspace
 from common.poison import poisoned_memory  # noqa: F401
 from common.strategies import cases
 from helpers import DEVICE, INTERPRET, check, pick
@@ -10,17 +11,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 PARTS = 8
 EXAMPLES = int(os.environ.get("CCE_FUZZ_EXAMPLES", pick(2000, 200)))
+PLANNED_FOR = "cuda" if INTERPRET or DEVICE == "cuda" else "cpu"
 FIRST_SEED = int(os.environ.get("CCE_FUZZ_SEED", 0)) * PARTS
-
-
-def least_workspace(cce, case, needs):
-    """The planner's minimum for this call."""
-    v = case.options["vocab_size"] or case.c.shape[0]
-    device = "cuda" if INTERPRET or DEVICE == "cuda" else "cpu"
-    needs = {f"need_d{name}": name in needs for name in ("e", "c", "bias")}
-    with pytest.raises(ValueError, match="workspace") as error:
-        cce.plan(case.targets.numel(), v, case.c.shape[1], case.e.dtype, device=device, workspace=-1, **needs)
-    return max(int(word) for word in str(error.value).split() if word.isdigit())
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -38,7 +30,7 @@ def test_fuzz(cce, part):
     def holds(drawn):
         function, case, needs, narrow = drawn
         if narrow:
-            case = case.but(workspace=least_workspace(cce, case, needs))
+            case = case.but(workspace=least_workspace(cce, case, needs, PLANNED_FOR))
         check(cce, case, function, needs)
 
     holds()

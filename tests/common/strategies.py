@@ -1,10 +1,9 @@
 """Hypothesis draws calls: shapes, dtypes, layouts, options in any combination, upstream gradients."""
 
-import math
-
 import torch
+from common.draws import UPSTREAMS, exclude_some_classes, set_upstream
 from common.layouts import LAYOUTS
-from helpers import DEVICE, DTYPES, IGNORE, make_case, pick
+from helpers import DTYPES, IGNORE, make_case, pick
 from hypothesis import strategies as st
 
 LARGEST = pick(300, 80)
@@ -68,7 +67,8 @@ def cases(draw, pool=None, dtypes=DTYPES):
     )
     if case.bias is not None and not options.get("label_smoothing") and scale > 0 and draw(st.booleans()):
         exclude_some_classes(case)
-    draw_upstream_gradients(draw, case)
+    size, upstream_seed = draw(st.sampled_from([1.0, 1.0, -0.01, 64.0])), draw(st.integers(0, 2**31))
+    set_upstream(case, size, upstream_seed, lambda: draw(st.sampled_from(UPSTREAMS)))
     case.targets = case.targets.to(draw(st.sampled_from([torch.int64, torch.int32])))
     for name in ("e", "c", "bias", "targets"):
         t = getattr(case, name)
@@ -77,33 +77,3 @@ def cases(draw, pool=None, dtypes=DTYPES):
     inputs = ["e", "c"] + ["bias"] * (case.bias is not None)
     needs = draw(st.lists(st.sampled_from(inputs), unique=True).map(tuple))
     return function, case, needs or tuple(inputs), draw(st.booleans())
-
-
-def exclude_some_classes(case):
-    """-inf for every third class that is no target."""
-    excluded = torch.arange(case.bias.numel(), device=DEVICE) % 3 == 1
-    excluded[case.targets[(case.targets >= 0) & (case.targets < excluded.numel())].long()] = False
-    excluded[(case.options.get("vocab_size") or excluded.numel()) - 1] = False
-    case.bias[excluded] = -math.inf
-
-
-def draw_upstream_gradients(draw, case):
-    """Scalars of any size; per-token gradients dense, of stride 0 or 2, or mostly zero."""
-    shape = list(case.targets.shape)
-    if case.options["shift"] and shape[-1]:
-        shape[-1] -= 1
-    size = draw(st.sampled_from([1.0, 1.0, -0.01, 64.0]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    reduced = case.options.get("reduction") in ("mean", "sum")
-    for name in ("loss", "logprob", "lse", "entropy"):
-        if name == "loss" and reduced:
-            case.upstream[name] = torch.tensor(size, device=DEVICE)
-            continue
-        dense = (torch.randn(*shape, 2, generator=generator) * size).to(DEVICE)
-        kind = draw(st.sampled_from(["dense", "stride 0", "sparse", "zero"]))
-        case.upstream[name] = {
-            "dense": dense[..., 0],
-            "stride 0": torch.tensor(size, device=DEVICE).expand(shape),
-            "sparse": dense[..., 1] * (dense[..., 0].abs() > 1.5 * abs(size)),
-            "zero": torch.zeros(shape, device=DEVICE),
-        }[kind]

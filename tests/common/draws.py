@@ -1,0 +1,49 @@
+"""What both kinds of fuzz draw from: excluded classes, upstream gradients of every layout, the least workspace."""
+
+import math
+import re
+
+import torch
+
+UPSTREAMS = ("dense", "stride 0", "sparse", "zero")
+
+
+def exclude_some_classes(case):
+    """-inf for every third class that is no target."""
+    excluded = torch.arange(case.bias.numel(), device=case.bias.device) % 3 == 1
+    excluded[case.targets[(case.targets >= 0) & (case.targets < excluded.numel())].long()] = False
+    excluded[(case.options.get("vocab_size") or excluded.numel()) - 1] = False
+    case.bias[excluded] = -math.inf
+
+
+def set_upstream(case, size, seed, kind_of):
+    """Scalars of any size; per-token gradients of the kind that `kind_of()` gives for each output."""
+    device, shape = case.e.device, list(case.targets.shape)
+    if case.options["shift"] and shape[-1]:
+        shape[-1] -= 1
+    generator = torch.Generator().manual_seed(seed)
+    reduced = case.options.get("reduction") in ("mean", "sum")
+    for name in ("loss", "logprob", "lse", "entropy"):
+        if name == "loss" and reduced:
+            case.upstream[name] = torch.tensor(size, device=device)
+            continue
+        dense = (torch.randn(*shape, 2, generator=generator) * size).to(device)
+        case.upstream[name] = {
+            "dense": dense[..., 0],
+            "stride 0": torch.tensor(size, device=device).expand(shape),
+            "sparse": dense[..., 1] * (dense[..., 0].abs() > 1.5 * abs(size)),
+            "zero": torch.zeros(shape, device=device),
+        }[kind_of()]
+
+
+def least_workspace(cce, case, needs, device):
+    """The planner's minimum for this call."""
+    v = case.options["vocab_size"] or case.c.shape[0]
+    needs = {f"need_d{name}": name in needs for name in ("e", "c", "bias")}
+    try:
+        cce.plan(case.targets.numel(), v, case.c.shape[1], case.e.dtype, device=device, workspace=-1, **needs)
+    except ValueError as error:
+        if "workspace" not in str(error):
+            raise
+        return max(int(number) for number in re.findall(r"(?<!\S)\d+(?!\S)", str(error)))
+    raise AssertionError("a workspace of -1 bytes was accepted")
