@@ -96,7 +96,7 @@ FAULTS = {
         FOLD,
         [
             (TRANSFORM, f'        b_z = tl.where((o_v < V)[None, :], b_z, float("-inf"))\n{TRANSFORM}'),
-            ("if i_v + BN > V:", "if i_v > V:"),
+            ('b_real = tl.where((o_v < V)[None, :], b_z, float("-inf"))', "b_real = b_z"),
         ],
         many_options,
     ),
@@ -116,12 +116,12 @@ FAULTS = {
         low_logits,
     ),
     "sum not rescaled when the max moves": Fault(
-        FOLD, [("b_s = b_s * b_decay + tl.sum(b_p, 1)", "b_s = b_s + tl.sum(b_p, 1)")], long_split
+        FOLD, [("b_s = b_s * b_decay + b_add\n", "b_s = b_s + b_add\n")], long_split
     ),
     "splits merged without their maxima": Fault(
         FOLD, [("b_s = b_s * b_decay + b_add * b_gain", "b_s = b_s + b_add")], plain
     ),
-    "target counted twice": Fault(FOLD, [('b_z = tl.where(b_hit, float("-inf"), b_z)', "b_z = b_z")], plain),
+    "target counted twice": Fault(FOLD, [("b_p = tl.where(b_hit, 0.0, b_p)", "b_p = b_p")], plain),
     "ties to the highest id": Fault(
         FOLD,
         [("b_argmax = tl.where(b_top > b_m, i_v + b_at", "b_argmax = tl.where(b_top >= b_m, i_v + b_at")],
