@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from helpers import Case, check, truth
 
-pytest.importorskip("expecttest", reason="torch.testing's samples need it")
-
 PROBABILITIES = "targets are class probabilities"
 OWN_CLASSIFIERS = "each output position has a classifier of its own ([V, K, D] weights)"
 
