@@ -8,7 +8,7 @@ PIP := $(VPY) -m pip --disable-pip-version-check install --quiet
 # On a CUDA machine the interpreter that has torch with CUDA runs the GPU parts, without any installation.
 GPU_PYTHON ?= $(shell $(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null \
 	&& echo $(PYTHON) || echo $(VPY))
-PART ?= correctness sanitize bench
+PART ?= correctness sanitize fuzz bench
 REPO ?= org/cut-cross-entropy
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))

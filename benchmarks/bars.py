@@ -75,6 +75,12 @@ def host_median(row: dict) -> float:
 FLOOR_8 = {"z": 2, "de": 1, "dc": 1}  # 8 N V D: the logits twice
 RATE = 650.0  # TF/s below which the card was not at speed and the run does not count
 
+OPTION_COSTS = dict.fromkeys(
+    ("softcap", "bias", "label_smoothing", "z_loss", "weight", "token_weight", "temperature", "logit_scale")
+    + ("return_lse", "none"),
+    1.03,
+) | {"entropy": 1.06}
+
 LARGE = {  # shape: (MiB over inputs and gradients, forward and backward over the 8 N V D floor)
     "llama3-8b": (400, 1.08),
     "gemma2-2b": (320, 1.10),
@@ -99,6 +105,9 @@ BARS += [
     Bar("small", "forward and backward over materialized bf16", ratio("step", materialized_bf16=1), 1.4),
     Bar("ignored", "90 % ignored over none ignored", ratio("ignored_90", ignored_0=1), 0.15),
     Bar("host", "microseconds on the host per step", host_median, 300),
+]
+BARS += [
+    Bar("options", f"{name} over the plain call", ratio(name, plain=1), cost) for name, cost in OPTION_COSTS.items()
 ]
 BARS += [
     Bar(f"error/{shape}", f"relative error of {name}", value(name), at_most)

@@ -1,6 +1,6 @@
 """Time, memory and accuracy on one GPU: `python -m benchmarks.bench [GROUP ...] [--json FILE]`.
 
-Groups: each shape beside the bare GEMMs of the same rounds, then ignored, host, error and sweep.
+Groups: each shape beside the bare GEMMs of the same rounds, then ignored, options, host, error and sweep.
 `--tiny --device cpu` runs everything at toy sizes, to try the harness itself.
 """
 
@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import kernel, states, truth  # noqa: E402
 from benchmarks.bars import FLOOR_8, MIB, floor_rate, judge, workspace_of  # noqa: E402
 from benchmarks.memory import release, step_memory  # noqa: E402
-from benchmarks.shapes import HOST, SHAPES, SWEEP, Shape  # noqa: E402
+from benchmarks.shapes import HOST, OPTIONS, SHAPES, SWEEP, Shape  # noqa: E402
 from benchmarks.timing import (  # noqa: E402
     device_operations,
     gemm_floors,
@@ -103,6 +104,41 @@ class Bench:
         row = self.describe(shape)
         row["samples_ms"] = interleaved(steps, repeats=self.repeats)
         self.record("ignored", row)
+
+    def options(self) -> None:
+        """Forward and backward with one option each, and with the entropy, beside the plain call."""
+        shape = self.sized(OPTIONS)
+        s, budget = self.inputs(shape), {"workspace": shape.workspace}
+        rng = torch.Generator(device=self.device).manual_seed(2)
+        weight, token_weight = (torch.rand(k, generator=rng, device=self.device) + 0.5 for k in (shape.v, shape.n))
+        calls = {
+            "plain": {},
+            "softcap": {"softcap": 30.0},
+            "bias": {"bias": s.bias.detach().requires_grad_()},
+            "label_smoothing": {"label_smoothing": 0.1},
+            "z_loss": {"z_loss": 1e-4},
+            "weight": {"weight": weight},
+            "token_weight": {"token_weight": token_weight},
+            "temperature": {"temperature": 0.7},
+            "logit_scale": {"logit_scale": 0.5},
+            "return_lse": {"return_lse": True},
+            "none": {"reduction": "none"},
+        }
+
+        def loss(**options):
+            found = self.cce.linear_cross_entropy(s.e, s.c, s.targets, **options, **budget)
+            return sum(t.sum() for t in found) if isinstance(found, tuple) else found.sum()
+
+        def entropy():
+            stats = self.cce.linear_token_stats(s.e, s.c, s.targets, **budget)
+            return (stats.entropy - stats.logprob).sum()
+
+        losses = {name: partial(loss, **options) for name, options in calls.items()} | {"entropy": entropy}
+        leaves = (s.e, s.c, calls["bias"]["bias"])
+        steps = {name: training_step(call, leaves) for name, call in losses.items()}
+        row = self.describe(shape, **budget)
+        row["samples_ms"] = interleaved(steps, repeats=min(5, self.repeats))
+        self.record("options", row)
 
     def host(self) -> None:
         """Host time where the device has little to do, with as few panels as the default takes and with many."""
@@ -185,7 +221,7 @@ class Bench:
             self.record(f"sweep/{shape.n}", row)
 
 
-GROUPS = (*SHAPES, "ignored", "host", "error", "sweep")
+GROUPS = (*SHAPES, "ignored", "options", "host", "error", "sweep")
 
 
 def summary(name: str, row: dict) -> str:

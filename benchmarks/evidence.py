@@ -2,6 +2,7 @@
 
     {"torch_ext_sha256": ..., "parts": {"correctness": {<environment>, "tests": {node id: {outcome, seconds}}},
                                         "sanitize": {<environment>, "runs": {name: {...}}},
+                                        "fuzz": {<environment>, examples, seeds, launches, failures},
                                         "bench": {<environment>, "rows": {name: {...}}}}}
 
 Parts of other sources are dropped, never merged. A part that is started again starts empty.

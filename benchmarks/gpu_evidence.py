@@ -1,7 +1,8 @@
 """Run the GPU parts and record them: `python benchmarks/gpu_evidence.py PART ... [--results FILE]`.
 
 correctness   every test in tests/gpu: small ones side by side while they compile, then the large ones alone
-sanitize      compute-sanitizer memcheck and racecheck, and a planted write that must be found
+sanitize      compute-sanitizer memcheck, racecheck and initcheck, and a planted write that must be found
+fuzz          20,000 drawn calls against float64
 bench         times beside the bare GEMMs, memory, gradient errors, the sweep over tokens
 
 Each part stays under ten minutes, and writes after every test and measurement.
@@ -22,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import bars, kernel, recorder, sanitize  # noqa: E402
+from benchmarks import bars, fuzz, kernel, recorder, sanitize  # noqa: E402
 from benchmarks.evidence import RESULTS, Evidence, environment  # noqa: E402
 from tools.source_hash import torch_ext_sha256  # noqa: E402
 
@@ -59,6 +60,15 @@ def sanitized(evidence: Evidence, args) -> bool:
     return sanitize.run(record, args.tools.split(","), shlex.split(args.sanitizer_flags))
 
 
+def fuzzed(evidence: Evidence, args) -> bool:
+    found = fuzz.run(args.examples, args.fuzz_workers, args.device, args.reference or args.device)
+    evidence.set("fuzz", **found)
+    for failure in found["failures"][:10]:
+        print(*(f"{key}: {value}" for key, value in failure.items()), sep="\n", end="\n\n")
+    print(f"fuzz: {found['examples']} examples, {len(found['failures'])} failures, {found['launches']} launches")
+    return found["examples"] >= args.examples and not found["failures"]
+
+
 def bench(evidence: Evidence, args) -> bool:
     from benchmarks.bench import GROUPS, run
 
@@ -76,7 +86,7 @@ def bench(evidence: Evidence, args) -> bool:
     return not failed and all(finding.ok for finding in findings)
 
 
-PARTS = {"correctness": correctness, "sanitize": sanitized, "bench": bench}
+PARTS = {"correctness": correctness, "sanitize": sanitized, "fuzz": fuzzed, "bench": bench}
 
 
 def main() -> int:
@@ -86,6 +96,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=WORKERS, help="pytest processes side by side")
     parser.add_argument("--tools", default=",".join(sanitize.TOOLS), help="compute-sanitizer tools")
     parser.add_argument("--sanitizer-flags", default="", help="further flags for compute-sanitizer, recorded")
+    parser.add_argument("--examples", type=int, default=fuzz.EXAMPLES, help="calls that fuzz draws")
+    parser.add_argument("--fuzz-workers", type=int, default=fuzz.WORKERS, help="processes of fuzz side by side")
+    parser.add_argument("--reference", help="where fuzz computes float64: cuda or cpu (default: the device)")
     parser.add_argument("--only", help="pytest's -k: for a closer look, not for evidence")
     parser.add_argument("--device", default="cuda", help="cpu with --tiny tries the harness itself")
     parser.add_argument("--tiny", action="store_true")

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.kernel import ROOT, local_build
 
 TARGET = ROOT / "benchmarks" / "sanitize_target.py"
-TOOLS = ("memcheck", "racecheck")
+TOOLS = ("memcheck", "racecheck", "initcheck")
 SECONDS = 480  # a run that takes longer is killed and counts as failed
 SHARES = 6  # processes that compile every kernel beforehand
 # The last line that a tool prints: memcheck's and initcheck's, racecheck's.

@@ -1,11 +1,15 @@
 """What the GPU measurements stand on: float64 truth in blocks, the synthetic states, and the harness at toy sizes."""
 
+import json
+from argparse import Namespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from common import pool
 
 import benchmarks.truth as blocks
-from benchmarks import bars, bench, sanitize_target, states
+from benchmarks import bars, bench, fuzz, sanitize_target, states
 from benchmarks.shapes import SHAPES
 
 OPTIONS = [
@@ -79,6 +83,42 @@ def test_sanitizer_cases_run(cce, path):
     for name, sizes, dtype, options in sanitize_target.cases():
         if name.startswith(path) and dtype == torch.bfloat16:
             sanitize_target.run_case(cce, sizes, dtype, options, "cpu")
+
+
+def test_options_are_all_measured(cce):
+    rows = {}
+    bench.Bench(cce, rows.__setitem__, device="cpu", tiny=True).run("options")
+    assert set(rows["options"]["samples_ms"]) == {"plain", *bars.OPTION_COSTS}
+
+
+@pytest.mark.parametrize("seed", [5, 77, 139, 3000])
+def test_drawn_call_is_the_same_when_drawn_again_and_when_moved(seed):
+    first, again = pool.draw(seed), pool.draw(seed)
+    assert first.about == again.about
+    there = pool.moved(first.case, "cpu")
+    for name in ("e", "c", "targets"):
+        a, b, other = (getattr(case, name) for case in (first.case, there, again.case))
+        assert torch.equal(a, b) and torch.equal(a, other)
+        assert (a.stride(), a.storage_offset()) == (b.stride(), b.storage_offset())
+
+
+def test_fuzz_shares_out_every_seed_and_reports_what_fails(cce, monkeypatch, tmp_path):
+    """Three processes' shares are all seeds once; a loss that is off is a failure that names its arguments."""
+    checked = []
+
+    def off(cce, seed, device, reference):
+        checked.append(seed)
+        assert seed != 11, "loss: off by 1"
+
+    monkeypatch.setattr(fuzz, "check", off)
+    monkeypatch.setattr(fuzz.kernel, "load", lambda: cce)
+    failures = []
+    for i in range(3):
+        report = tmp_path / f"{i}.json"
+        fuzz.work(Namespace(share=f"{i}/3", examples=400, report=report, device="cpu", reference="cpu"))
+        failures += json.loads(report.read_text())["failures"]
+    assert sorted(checked) == list(range(400))
+    assert [failure["seed"] for failure in failures] == [11] and "targets (" in failures[0]["arguments"]
 
 
 def test_aligned_vocabularies():

@@ -33,6 +33,8 @@ def bench_row(name, shape):
         row["failed"] = {"materialized": "out of memory"}
     if name == "ignored":
         times = {"ignored_0": 4.2 * one, "ignored_90": 0.5 * one}
+    if name == "options":
+        times = {"plain": 4.2 * one} | {option: 4.2 * one * (cost - 0.01) for option, cost in bars.OPTION_COSTS.items()}
     if name == "host":
         row["samples_us"] = {"step": [250.0] * 9}
     elif name.startswith("error/"):
@@ -59,7 +61,9 @@ def evidence():
             "torch_ext_sha256": SHA,
             "parts": {
                 "correctness": part | {"tests": {node: {"outcome": "passed", "seconds": 1.0} for node in NODES}},
-                "sanitize": part | {"runs": {"memcheck": clean, "racecheck": clean, "planted": {"found": True}}},
+                "sanitize": part
+                | {"runs": dict.fromkeys(("memcheck", "racecheck", "initcheck"), clean) | {"planted": {"found": True}}},
+                "fuzz": part | {"examples": 20_000, "seeds": [0, 20_000], "launches": 10**5, "failures": []},
                 "bench": part | {"rows": {name: bench_row(name, shape) for name, shape in SIZES.items()}},
             },
         }
@@ -104,6 +108,13 @@ BAD = {
     "memcheck": (lambda x: runs(x)["memcheck"].update(findings=2), "memcheck: 2 findings"),
     "no racecheck": (lambda x: runs(x).pop("racecheck"), "racecheck: no findings, 0"),
     "nothing ran": (lambda x: runs(x)["racecheck"].update(launches={}), "racecheck: no case ran"),
+    "initcheck": (lambda x: runs(x)["initcheck"].update(findings=1), "initcheck: 1 findings"),
+    "no fuzz": (lambda x: x["parts"].pop("fuzz"), "part fuzz: not recorded"),
+    "few examples": (lambda x: x["parts"]["fuzz"].update(examples=19_999), "fuzz: 19999 examples ran"),
+    "fuzz elsewhere": (lambda x: x["parts"]["fuzz"].update(launches=0), "no Triton kernel was launched"),
+    "fuzz failed": (lambda x: x["parts"]["fuzz"]["failures"].append({"seed": 7, "error": "de: x"}), "seed 7 failed"),
+    "costly option": (lambda x: slower(rows(x)["options"], "softcap", 1.02), "options: softcap over the plain call"),
+    "costly entropy": (lambda x: slower(rows(x)["options"], "entropy", 1.02), "options: entropy over the plain call"),
     "blind": (lambda x: runs(x)["planted"].update(found=False), "planted out-of-bounds write was not found"),
     "slow step": (lambda x: slower(rows(x)["llama3-8b"], "step", 1.05), "forward and backward over the 8 N V D floor"),
     "slow forward": (lambda x: slower(rows(x)["odd"], "forward", 1.05), "odd: forward over its GEMM"),

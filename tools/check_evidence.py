@@ -1,8 +1,8 @@
 """Hold the recorded GPU evidence to the present sources, tests and bars: `python tools/check_evidence.py [FILE]`.
 
 It needs no GPU. It fails unless the record was made from these very sources, names exactly the tests that pytest
-collects in tests/gpu with every one passed, shows the sanitizer clean and able to find a planted fault, and reaches
-every bar of benchmarks/bars.py.
+collects in tests/gpu with every one passed, shows the sanitizer clean and able to find a planted fault, 20,000
+drawn calls within the contract, and reaches every bar of benchmarks/bars.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import bars  # noqa: E402
 from benchmarks.evidence import RESULTS  # noqa: E402
-from benchmarks.shapes import HOST, SHAPES, SWEEP  # noqa: E402
+from benchmarks.shapes import HOST, OPTIONS, SHAPES, SWEEP  # noqa: E402
 from tools.source_hash import torch_ext_sha256  # noqa: E402
 
-PARTS = ("correctness", "sanitize", "bench")
+PARTS = ("correctness", "sanitize", "fuzz", "bench")
 ENVIRONMENT = ("device", "driver", "torch", "triton", "date", "module")
 CARD = "H200"  # what the bars are for
 LEAST_SAMPLES = 5
+LEAST_EXAMPLES = 20_000
 PART_SECONDS = 600
-SIZES = SHAPES | {"ignored": SHAPES["llama3-8b"], "host": HOST}
+SIZES = SHAPES | {"ignored": SHAPES["llama3-8b"], "options": OPTIONS, "host": HOST}
 SIZES |= {f"error/{name}": SHAPES[name] for name in ("llama3-8b", "gemma2-2b")}
 SIZES |= {f"sweep/{shape.n}": shape for shape in SWEEP}
 NO_BUDGET = ("ignored", "host")
@@ -54,6 +55,7 @@ def check(evidence: dict, sha256: str, nodes: set[str]) -> list[str]:
         problems += check_environment(name, parts[name], sha256)
     problems += check_tests(parts.get("correctness", {}).get("tests", {}), nodes)
     problems += check_sanitizer(parts.get("sanitize", {}).get("runs", {}))
+    problems += check_fuzz(parts.get("fuzz", {}))
     return problems + check_bench(parts.get("bench", {}).get("rows", {}))
 
 
@@ -83,7 +85,7 @@ def check_tests(tests: dict, nodes: set[str]) -> list[str]:
 
 def check_sanitizer(runs: dict) -> list[str]:
     problems = []
-    for tool in ("memcheck", "racecheck"):
+    for tool in ("memcheck", "racecheck", "initcheck"):
         run = runs.get(tool, {})
         if run.get("findings") != 0:
             problems.append(f"{tool}: {run.get('findings', 'no')} findings, 0 are accepted")
@@ -92,6 +94,19 @@ def check_sanitizer(runs: dict) -> list[str]:
     if not runs.get("planted", {}).get("found"):
         problems.append("memcheck: the planted out-of-bounds write was not found")
     return problems
+
+
+def check_fuzz(part: dict) -> list[str]:
+    problems = []
+    if not part.get("examples", 0) >= LEAST_EXAMPLES:
+        problems.append(f"fuzz: {part.get('examples', 'no')} examples ran, {LEAST_EXAMPLES} are wanted")
+    if not part.get("seeds") or not part.get("launches"):
+        problems.append("fuzz: no seeds recorded, or no Triton kernel was launched")
+    if "failures" not in part:
+        problems.append("fuzz: failures are not recorded")
+    return problems + [
+        f"fuzz: seed {failure.get('seed')} failed: {failure.get('error')}" for failure in part.get("failures", [])
+    ]
 
 
 def check_bench(rows: dict) -> list[str]:
@@ -131,7 +146,9 @@ def main() -> int:
         return 1
     print(*bars.judge(evidence["parts"]["bench"]["rows"]), sep="\n")
     tests = len(evidence["parts"]["correctness"]["tests"])
-    print(f"{tests} tests passed, sanitizer clean, every bar reached, from the present sources")
+    examples = evidence["parts"]["fuzz"]["examples"]
+    passed = f"{tests} tests and {examples} drawn calls passed, sanitizer clean, every bar reached"
+    print(f"{passed}, from the present sources")
     return 0
 
 
