@@ -60,8 +60,6 @@ CONFIGS = {
 
 # Row blocks that share a classifier tile in L2 while they are in flight.
 GROUP = 16
-# As the fold has it where rows are long: more of them side by side, fewer vocabulary splits at once.
-GROUP_FOLD = 32
 # The forward runs over all rows while at least DENSE / 8 of them are valid, and over the list of valid rows below that.
 DENSE = 7
 # Below this many multiplications in a pass, a few tenths of a millisecond, skipping ignored rows would cost more in
@@ -91,6 +89,11 @@ def config_of(device):
 @functools.cache
 def processors_of(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def fold_group(row_blocks, processors):
+    """Row blocks of the fold side by side: half the programs in flight where there are more blocks than programs."""
+    return processors // 2 if row_blocks > processors else GROUP
 
 
 def is_small(n, v, d, device):

@@ -216,7 +216,8 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     config = configs.config_of(device)
     described = configs.describable(e) and configs.describable(c)
     tile = config.tile("fold", e.dtype, want_smooth and problem.softcap is not None, described)
-    splits = forward_splits(n, v, d, block_m=tile.BM, block_n=tile.BN, processors=configs.processors_of(device))
+    row_blocks, processors = triton.cdiv(n, tile.BM), configs.processors_of(device)
+    splits = forward_splits(n, v, d, block_m=tile.BM, block_n=tile.BN, processors=processors)
 
     def new(*shape, wanted=True, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
@@ -238,15 +239,14 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
     small = configs.is_small(n, v, d, device)
     dense = 0 if small else configs.DENSE
-    group = configs.GROUP_FOLD if d >= 2048 else configs.GROUP
     for listed in (0,) if small else (0, 1):
         described = e_descriptor and not listed
         launch(
-            fold_kernel, triton.cdiv(n, tile.BM) * splits[listed], device,
+            fold_kernel, row_blocks * splits[listed], device,
             e_operand if described else e, c_operand, bias, problem.weight, problem.targets, rows, count,
             nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
             n, v, d, splits[listed], *scalars, e.stride(0), c.stride(0),
-            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=group, DENSE=dense, LISTED=listed == 1,
+            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.fold_group(row_blocks, processors), DENSE=dense, LISTED=listed == 1,
             E_DESCRIPTOR=described, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
             PRECISION=configs.precision_of(e.dtype), FLATTEN=described and c_descriptor, **flags, **wants,
             num_warps=tile.warps, num_stages=tile.stages,
