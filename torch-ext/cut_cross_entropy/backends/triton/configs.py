@@ -25,8 +25,8 @@ class Tile(NamedTuple):
 class Config(NamedTuple):
     """`fold` and `dlogits` multiply the same operands and differ in their epilogues.
 
-    `heavy` leaves an epilogue with a softcap the registers that a larger accumulator would make it spill, `pointers`
-    does so for the addresses of rows that are not aligned; `fp32` is IEEE arithmetic.
+    `heavy` leaves the fold of label smoothing and the gradient of a softcap the registers that a larger accumulator
+    would make them spill, `pointers` does so for the addresses of rows that are not aligned; `fp32` is IEEE arithmetic.
     """
 
     fold: Tile

@@ -215,7 +215,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
     (n, d), v, device = e.shape, c.shape[0], e.device
     config = configs.config_of(device)
     described = configs.describable(e) and configs.describable(c)
-    tile = config.tile("fold", e.dtype, want_smooth and problem.softcap is not None, described)
+    tile = config.tile("fold", e.dtype, want_smooth, described)
     row_blocks, processors = triton.cdiv(n, tile.BM), configs.processors_of(device)
     splits = forward_splits(n, v, d, block_m=tile.BM, block_n=tile.BN, processors=processors)
 
