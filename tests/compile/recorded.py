@@ -34,6 +34,7 @@ class Launch(NamedTuple):
 class Resources(NamedTuple):
     shared: int  # bytes of shared memory per block
     spilled: int  # bytes of registers per thread that went to local memory
+    serialized: bool = False  # the assembler had to wait for every matrix product (wgmma)
 
 
 class Recorder:
@@ -119,7 +120,7 @@ def compile_for(launch, arch):
         compiled = triton.compile(source, target=target, options=options)
     if backend == "cuda":
         stored, loaded = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue()).groups()
-        return Resources(compiled.metadata.shared, max(int(stored), int(loaded)))
+        return Resources(compiled.metadata.shared, max(int(stored), int(loaded)), "serialized" in log.getvalue())
     # A spilled vector register is 4 bytes of each lane.
     spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"]).group(1)
     return Resources(compiled.metadata.shared, 4 * int(spilled))

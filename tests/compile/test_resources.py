@@ -125,6 +125,7 @@ def check(launch, arch):
     found, limit = compile_for(launch, arch), LIMITS[arch][1]
     assert found.shared <= limit, f"{found.shared} bytes of shared memory, {limit} available"
     assert found.spilled <= SPILL, f"{found.spilled} bytes of registers spilled, {SPILL} allowed"
+    assert not found.serialized, "the first use of an accumulator lies inside a branch: matrix products wait in turn"
 
 
 @pytest.fixture
