@@ -80,7 +80,7 @@ class Sizes:
 
 
 SIZES = {
-    "cpu": Sizes(steps=12, batch=2, length=128, epoch=4, measured=16),
+    "cpu": Sizes(steps=9, batch=2, length=128, epoch=3, measured=16),
     "cuda": Sizes(steps=20, batch=4, length=512, epoch=2, measured=8),
     "short": Sizes(steps=2, batch=1, length=64, epoch=1, measured=8),
 }
@@ -257,7 +257,7 @@ def draw(path, runs, peak, epoch, title):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="optimizer steps of each run (default: 12 on a CPU, 20 on a GPU)")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each run (default: 9 on a CPU, 20 on a GPU)")
     parser.add_argument("--short", action="store_true", help="two steps on little text, for a test")
     parser.add_argument("--text", type=Path, default=Path(__file__).parent / "alice.txt")
     parser.add_argument("--figure", type=Path, default=ROOT / "build" / "demo.png")
