@@ -19,7 +19,7 @@ from benchmarks.kernel import ROOT, local_build
 
 TARGET = ROOT / "benchmarks" / "sanitize_target.py"
 TOOLS = ("memcheck", "racecheck", "initcheck")
-SECONDS = 480  # a run that takes longer is killed and counts as failed
+SECONDS = 150  # a run that takes longer is killed and counts as failed: the slowest that ended took 43
 SHARES = 6  # processes that compile every kernel beforehand
 # The last line that a tool prints: memcheck's and initcheck's, racecheck's.
 SUMMARIES = (r"ERROR SUMMARY: (\d+) error", r"RACECHECK SUMMARY: (\d+) hazard")
@@ -51,6 +51,7 @@ def flags(sanitizer: str, tool: str) -> list[str]:
 
 def parse(tool: str, output: str) -> dict:
     """findings: what the tool counted, None if it printed no summary; the kernels and the output if there are any."""
+    output = output.replace(f"{ROOT}/", "")
     counts = [int(count) for pattern in SUMMARIES for count in re.findall(pattern, output)]
     entry = {"tool": tool, "findings": counts[-1] if counts else None}
     if entry["findings"] != 0:
