@@ -11,6 +11,8 @@ GPU_PYTHON ?= $(shell $(PYTHON) -c 'import torch; raise SystemExit(not torch.cud
 PART ?= correctness sanitize fuzz bench
 REPO ?= org/cut-cross-entropy
 
+# Threads that wait do not spin: on two cores shared with anything else spinning costs several times the work.
+export OMP_WAIT_POLICY ?= passive
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: help setup build demo test lint gpu check-evidence publish clean
