@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .planner import SCHEDULES
+from .backends import backend_of
+from .planner import SCHEDULES, plan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
@@ -62,8 +63,8 @@ def linear_cross_entropy(
         mean   sum(token_weight * CE) / (num_items or sum(token_weight * weight[y]))
                + z_loss * sum(token_weight * lse^2) / (num_items or sum(token_weight))
 
-    Logits are never rounded to 16 bits: they stay in the fp32 accumulators of the matrix product. 8 N V D
-    floating-point operations for the loss and both gradients; memory as `plan` says.
+    Logits are never rounded to 16 bits: they stay in the fp32 accumulators of the matrix product. 6 or 8 N V D
+    floating-point operations for the loss and both gradients; memory and schedule as `plan` says.
 
     Args:
         e: hidden states [..., D], bfloat16, float16 or float32, any strides.
@@ -77,7 +78,8 @@ def linear_cross_entropy(
             position of each row is ignored; "none" then returns [..., T - 1].
         logit_scale: number that multiplies the logits before softcap.
         return_lse: also return lse, fp32, differentiable, in the shape of the targets (0 where ignored).
-        schedule: "auto" or "recompute".
+        schedule: "recompute" rebuilds the logits in the backward, "single_pass" computes the gradients of a mean or sum
+            with the loss, in three quarters of the operations; "auto" takes the faster one that fits the workspace.
         workspace: bytes over inputs and gradients that may be used; see `plan`.
         weight: class weights [V] as in F.cross_entropy (they get no gradient).
         label_smoothing: eps above, in [0, 1].
@@ -119,18 +121,33 @@ def linear_cross_entropy(
         raise ValueError("weight: requires a gradient, which is not defined here; pass weight.detach()")
 
     flat = _Flat(e, c, targets, bias, weight, ignore_index, softcap, shift, logit_scale, temperature, vocab_size)
-    nll, lse, smooth, _, _, count = flat.fold(want_smooth=label_smoothing > 0.0, workspace=workspace)
-
-    loss = nll
     token_class_weight = None
     if weight is not None:
         token_class_weight = torch.where(flat.valid, weight.float()[torch.where(flat.valid, flat.targets, 0)], 0.0)
-        loss = token_class_weight * loss
+    if token_weight is not None:
+        token_weight = torch.where(flat.valid, flat.rolled(token_weight, 0).float(), 0.0)
+
+    unserved = {
+        "reduction='none'": reduction == "none", "return_lse": return_lse, "z_loss": z_loss,
+        "label_smoothing": label_smoothing, "a bias that requires a gradient": flat.needs[2],
+        "float16": flat.e.dtype == torch.float16,
+    }  # fmt: skip
+    if flat.takes_single_pass(schedule, workspace, [option for option, on in unserved.items() if on]):
+        weights = token_class_weight
+        if token_weight is not None:
+            weights = token_weight if weights is None else token_weight * weights
+        mean = reduction == "mean" and num_items is None and weights is None
+        divisor = None
+        if reduction == "mean" and not mean:
+            divisor = weights.sum() if num_items is None else flat.number(num_items)
+        return flat.single_pass(weights, divisor, mean, schedule, workspace)
+    nll, lse, smooth, _, _, count = flat.fold(want_smooth=label_smoothing > 0.0, workspace=workspace)
+
+    loss = nll if weight is None else token_class_weight * nll
     if label_smoothing > 0.0:
         loss = (1.0 - label_smoothing) * loss + (label_smoothing / flat.vocab_size) * smooth
     penalty = z_loss * lse.square() if z_loss else None
     if token_weight is not None:
-        token_weight = torch.where(flat.valid, flat.rolled(token_weight, 0).float(), 0.0)
         loss = torch.where(flat.valid, token_weight * loss, 0.0)
         penalty = None if penalty is None else torch.where(flat.valid, token_weight * penalty, 0.0)
 
@@ -196,6 +213,7 @@ class _Flat:
         self.targets = self.rolled(targets, ignore_index)
         self.vocab_size = c.shape[0] if vocab_size is None else vocab_size
         self.needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (self.e, c, bias)]
+        self.tensors = (self.e, c, self.targets, bias)
         self.options = (ignore_index, softcap, float(logit_scale), float(temperature), self.vocab_size)
 
     def rolled(self, per_token, fill):
@@ -214,12 +232,47 @@ class _Flat:
         return self.targets != self.ignore_index
 
     def fold(self, want_smooth=False, want_entropy=False, want_prediction=False, workspace=None):
-        run = ops.fold_of(self.e, self.c, self.targets, self.bias, self.weight)
+        run = ops.fold_of(*self.tensors, self.weight)
         nll, lse, smooth, entropy, prediction, _, _, _, count = run(
             self.e, self.c, self.targets, self.bias, self.weight if want_smooth else None, *self.options,
             want_smooth, want_entropy, want_prediction, self.needs, workspace,
         )  # fmt: skip
         return nll, lse, smooth, entropy, prediction, count.squeeze(0)
+
+
+    def number(self, x):
+        """A number or a 0-d tensor as fp32 on the device of e."""
+        if isinstance(x, Tensor):
+            return x.detach().to(self.e.device, torch.float32)
+        return self.e.new_full((), x, dtype=torch.float32)
+
+    def takes_single_pass(self, schedule, workspace, unserved):
+        """Whether the gradients are computed with the loss. Traced code leaves the choice to the operator."""
+        if schedule == "recompute" or not (self.needs[0] or self.needs[1]):
+            return False
+        if unserved:
+            if schedule == "single_pass":
+                raise ValueError(
+                    f"schedule: 'single_pass' needs a scalar loss, got {', '.join(unserved)}; accepted is 'recompute'"
+                )
+            return False
+        if not ops.eager(*self.tensors):
+            return True
+        n, d = self.e.shape
+        device = "cuda" if backend_of(self.e.device).NAME == "triton" else "cpu"
+        chosen = plan(
+            n, self.vocab_size, d, self.e.dtype, device=device, need_de=self.needs[0], need_dc=self.needs[1],
+            workspace=workspace, schedule=schedule if n and d else "recompute", scalar=True,
+        )  # fmt: skip
+        return chosen.schedule == "single_pass"
+
+    def single_pass(self, weights, divisor, mean, schedule, workspace):
+        run = ops.single_pass_of(*self.tensors, weights, divisor)
+        found = run(
+            self.e, self.c, self.targets, self.bias, weights, divisor, mean, *self.options, *self.needs[:2],
+            workspace, schedule,
+        )  # fmt: skip
+        return found[0] if isinstance(found, tuple) else found
 
 
 def _divide(total, divisor):

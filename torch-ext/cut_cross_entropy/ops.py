@@ -14,7 +14,7 @@ from torch import Tensor
 from ._ops import add_op_namespace_prefix
 from .backends import backend_of
 from .problem import Fold, Problem
-from .schedules import recompute
+from .schedules import recompute, single_pass
 
 
 def _no_autocast(device):
@@ -199,14 +199,126 @@ class _Eager(torch.autograd.Function):
         return _backward(ctx, *gradients, run=None if create_graph else recompute_backward._init_fn)
 
 
-def fold_of(*tensors):
-    """`fold`, or its eager form where nothing looks on: plain tensors, no compiler, dispatch mode or functorch."""
+@torch.library.custom_op(add_op_namespace_prefix("single_pass"), mutates_args=())
+def single_pass_forward(
+    e: Tensor,  # [N, D]
+    c: Tensor,  # [V, D]
+    targets: Tensor,  # [N] int64 or int32
+    bias: Optional[Tensor],  # [V], without a gradient
+    weights: Optional[Tensor],  # [N] fp32, 0 at ignored rows
+    divisor: Optional[Tensor],  # 0-d fp32
+    mean: bool,
+    ignore_index: int,
+    softcap: Optional[float],
+    scale: float,
+    temperature: float,
+    vocab_size: int,
+    need_de: bool,
+    need_dc: bool,
+    workspace: Optional[int],
+    schedule: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scalar loss, and dE [N, D] and dC [V, D] of it in their inputs' dtype, or empty."""
+    problem = _problem(e, c, targets, bias, None, ignore_index, softcap, scale, temperature, vocab_size)
+    de = torch.empty(e.shape if need_de else (0,), dtype=e.dtype, device=e.device)
+    dc = torch.empty(c.shape if need_dc else (0,), dtype=c.dtype, device=c.device)
+    dc[vocab_size:].zero_()
+    with _no_autocast(e.device.type):
+        loss = single_pass.loss_and_gradients(
+            backend_of(e.device), problem, weights, divisor, mean, workspace, schedule,
+            de if need_de else None, dc[:vocab_size] if need_dc else None,
+        )  # fmt: skip
+    return loss, de, dc
+
+
+@single_pass_forward.register_fake
+def _(e, c, targets, bias, weights, divisor, mean, ignore_index, softcap, scale, temperature, vocab_size, need_de,
+      need_dc, workspace, schedule):  # fmt: skip
+    return (
+        e.new_empty((), dtype=torch.float32),
+        e.new_empty(e.shape if need_de else (0,)),
+        c.new_empty(c.shape if need_dc else (0,)),
+    )
+
+
+@torch.library.custom_op(add_op_namespace_prefix("scale"), mutates_args=())
+def scaled(e: Tensor, c: Tensor, de: Tensor, dc: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """upstream * dE and upstream * dC in new tensors. e and c only mark what these depend on."""
+    de, dc = de.clone(), dc.clone()
+    backend_of(e.device).scale(upstream, de, dc)
+    return de, dc
+
+
+@scaled.register_fake
+def _(e, c, de, dc, upstream):
+    return de.new_empty(de.shape), dc.new_empty(dc.shape)
+
+
+def _single_pass_context(ctx, inputs, output):
+    ctx.needs = inputs[12:14]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _single_pass_setup(ctx, inputs, output):
+    _single_pass_context(ctx, inputs, output)
+    ctx.save_for_backward(*inputs[:2], *output[1:])
+
+
+def _single_pass_gradients(ctx, de, dc):
+    need_de, need_dc = ctx.needs
+    return (de if need_de else None, dc if need_dc else None, *[None] * 14)
+
+
+def _single_pass_backward(ctx, upstream, *_):
+    if upstream is None:
+        return (None,) * 16
+    return _single_pass_gradients(ctx, *scaled(*ctx.saved_tensors, upstream))
+
+
+single_pass_forward.register_autograd(_single_pass_backward, setup_context=_single_pass_setup)
+
+
+class _EagerSinglePass(torch.autograd.Function):
+    """The same without the dispatcher. The gradients are handed out, not copied: a second backward makes them anew."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        loss, *gradients = single_pass_forward._init_fn(*inputs)
+        ctx.needs, ctx.gradients, ctx.options = inputs[12:14], gradients, inputs[6:]
+        ctx.save_for_backward(*inputs[:6])
+        return loss
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (e, c, *_), gradients = ctx.saved_tensors, ctx.gradients
+        ctx.gradients = None
+        if gradients is None:
+            _, *gradients = single_pass_forward._init_fn(*ctx.saved_tensors, *ctx.options)
+        if torch.is_grad_enabled():
+            gradients = scaled(e, c, *gradients, upstream)
+        else:
+            backend_of(e.device).scale(upstream, *gradients)
+        return _single_pass_gradients(ctx, *gradients)
+
+
+def eager(*tensors):
+    """Whether nothing looks on: plain tensors, no compiler, dispatch mode or functorch."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return fold
+        return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return fold
-    plain = all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-    return _Eager.apply if plain else fold
+        return False
+    return all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def fold_of(*tensors):
+    """`fold`, or its eager form."""
+    return _Eager.apply if eager(*tensors) else fold
+
+
+def single_pass_of(*tensors):
+    """`single_pass_forward`, or its eager form."""
+    return _EagerSinglePass.apply if eager(*tensors) else single_pass_forward
 
 
 def _no_second_derivative(ctx, *_):
@@ -216,3 +328,4 @@ def _no_second_derivative(ctx, *_):
 
 
 recompute_backward.register_autograd(_no_second_derivative)
+scaled.register_autograd(_no_second_derivative)

@@ -8,6 +8,8 @@ Two kinds of device differ in what they keep in memory:
 * ``cuda`` (Triton kernels): a panel of dlogits in the dtype of the inputs, contracted by GEMMs that read 16 bits and
   accumulate in fp32. Compacted hidden states lie in the storage of dE until its rows are written at the end.
 * anything else (plain torch operations): fp32 panels, fp32 copies of the 16-bit operands, one panel at a time.
+
+Times are of one H200 (fitted to benchmarks/results); what is chosen by them is their order.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 MIB = 1 << 20
-SCHEDULES = ("auto", "recompute")
+SCHEDULES = ("auto", "recompute", "single_pass")
 
 # Panel widths are multiples of this: the widest vocabulary tile of the kernels, and a multiple of the 64 columns that
 # every GEMM extent and row stride should be divisible by.
@@ -28,6 +30,14 @@ PANEL_STEP = 256
 STATE_BYTES = 20
 # What the default budget is at least.
 DEFAULT_WORKSPACE = 64 * MIB
+# Columns of a panel that the default budget has room for: narrower ones spend their time on the accumulator of dE.
+DEFAULT_PANEL = 4096
+# Tokens of a block are a multiple of this, and no fewer: the tallest tile of the kernels.
+BLOCK_STEP = 128
+# Of an H200: dense 16-bit and IEEE fp32 products, and copies, in operations and bytes a second.
+TENSOR_RATE, FP32_RATE, BANDWIDTH = 690e12, 40e12, 3.5e12
+# dC summed over no more blocks than this may be rounded to 16 bits after each; over more it is kept in fp32.
+ROUNDED_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +46,25 @@ class Plan:
 
     Attributes:
         schedule: name of the order of loops.
-        panel: vocabulary columns per panel of the backward (its row stride as well).
+        panel: vocabulary columns per panel (its row stride as well).
         panels: how many panels cover the vocabulary.
+        block: tokens per panel.
+        blocks: how many blocks of tokens there are.
+        chunk: tokens of a block whose dE is contracted at a time.
         parts: scratch bytes by name; ``forward:`` parts and ``backward:`` parts are not alive together.
         flops: floating-point operations of all GEMMs.
+        milliseconds: predicted time on an H200; None for plain torch operations.
     """
 
     schedule: str
     panel: int
     panels: int
+    block: int
+    blocks: int
+    chunk: int
     parts: Mapping[str, int]
     flops: int
+    milliseconds: float | None
 
     def _of(self, stage: str) -> int:
         return sum(size for name, size in self.parts.items() if name.partition(":")[0] in ("both", stage))
@@ -57,7 +75,9 @@ class Plan:
         return max(self._of("forward"), self._of("backward"))
 
     def __str__(self) -> str:
-        lines = [f"{self.schedule}: {self.panels} panel(s) of {self.panel} columns, {self.flops / 1e12:.2f} TFLOP"]
+        time = "" if self.milliseconds is None else f", {self.milliseconds:.3g} ms on an H200"
+        shape = f"{self.panels} x {self.blocks} panels of {self.panel} columns by {self.block} tokens"
+        lines = [f"{self.schedule}: {shape}, {self.flops / 1e12:.2f} TFLOP{time}"]
         lines += [f"  {name:<24} {size / MIB:12.2f} MiB" for name, size in self.parts.items()]
         return "\n".join([*lines, f"  {'peak':<24} {self.workspace / MIB:12.2f} MiB"])
 
@@ -81,6 +101,137 @@ def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, proces
     return every, min(tiles, max(every, min(-(-16 * processors // row_blocks), v // 1024)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """One call as the schedules' byte counts see it."""
+
+    n: int
+    v: int
+    d: int
+    valid: int
+    itemsize: int
+    compacted: bool
+    need_de: bool
+    need_dc: bool
+    need_dbias: bool
+    half: bool  # fp16, whose panel is scaled
+    gpu: bool
+
+    @property
+    def backward(self):
+        return self.need_de or self.need_dc or self.need_dbias
+
+    @property
+    def widened(self):
+        """Bytes of fp32 copies of 16-bit operands: of the valid rows of e, and of a tile of c."""
+        rows = 4 * self.valid * self.d * (self.itemsize < 4 or self.compacted)
+        return rows + 4 * min(self.v, PANEL_STEP) * self.d * (self.itemsize < 4)
+
+    def splits(self, n):
+        # Of a device of 132 multiprocessors, a twentieth of a percent of the logits.
+        return 8 * n * max(forward_splits(n, self.v, self.d, block_m=128, block_n=256, processors=132))
+
+
+def _default_budget(s: _Sizes):
+    return max(DEFAULT_WORKSPACE, s.itemsize * (s.n + s.v) * s.d)
+
+
+def _panel_columns(v, widest):
+    panels = math.ceil(v / min(widest, v))
+    step = PANEL_STEP if panels > 1 else 64
+    width = step * math.ceil(math.ceil(v / panels) / step)
+    return width, math.ceil(v / width)
+
+
+def _recompute(s: _Sizes, budget):
+    """(Plan, None), or (None, bytes that it needs) where the budget is too small. A budget of None is the default."""
+    fixed, per_column, parts = {}, {}, {"both:row state": STATE_BYTES * s.n}
+    if s.gpu:
+        parts["forward:split partials"] = s.splits(s.n)
+        if s.backward:
+            in_place = s.itemsize == 4 and not s.compacted
+            fixed["backward:dE accumulator"] = 4 * s.valid * s.d * (s.need_de and not in_place)
+            fixed["backward:compacted e"] = s.itemsize * s.valid * s.d * (s.compacted and not s.need_de)
+            per_column["backward:panel"] = s.itemsize * s.valid
+            per_column["backward:fp32 dC panel"] = 4 * s.d * (s.half and s.need_dc)
+    else:
+        tile = min(s.v, PANEL_STEP)
+        parts["forward:fp32 operands"] = s.widened
+        parts["forward:logits"] = 12 * s.valid * tile
+        if s.backward:
+            fixed["backward:fp32 operands"] = s.widened
+            fixed["backward:dE accumulator"] = 4 * s.valid * s.d * s.need_de
+            fixed["backward:tiles"] = 16 * s.valid * tile
+            per_column["backward:panel"] = 4 * s.valid
+            per_column["backward:fp32 contraction"] = 4 * s.d * (s.itemsize < 4)
+    parts |= {key: size for key, size in fixed.items() if size}
+
+    rate = max(sum(per_column.values()), 1)
+    held = parts["both:row state"] + sum(fixed.values())
+    forward = sum(parts.values()) - sum(fixed.values())
+    columns = 64 * math.ceil(s.v / 64)
+    narrowest = min(PANEL_STEP, columns)
+    minimum = max(held + narrowest * rate * s.backward, forward)
+    if budget is None:
+        budget = max(_default_budget(s), minimum, held + min(DEFAULT_PANEL, columns) * rate * s.backward)
+    if budget < minimum:
+        return None, minimum
+    gemms = s.backward + s.need_de + s.need_dc
+    flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.v * s.d * gemms
+    width = panels = 0
+    if s.backward:
+        width, panels = _panel_columns(s.v, max(narrowest, (budget - held) // rate // PANEL_STEP * PANEL_STEP))
+        parts |= {key: size * width for key, size in per_column.items() if size}
+    time = _milliseconds(s, flops, 8 * panels * s.valid * s.d * s.need_de)
+    return Plan("recompute", width, panels, s.valid, 1, s.valid, MappingProxyType(parts), flops, time), None
+
+
+def _single_pass(s: _Sizes, budget):
+    """(Plan, None) with as few blocks as fit, or (None, bytes of the smallest)."""
+    width, fp32 = 64 * math.ceil(s.v / 64), s.itemsize == 4
+
+    def planned(block, chunk):
+        blocks = math.ceil(s.valid / block)
+        wide = s.need_dc and not fp32 and (blocks > ROUNDED_BLOCKS or not s.gpu)
+        parts = {"both:row state": 8 * s.n, "forward:row state": (32 if s.gpu else 48) * block}
+        parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * width
+        # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
+        parts["forward:rows of e, then of dE"] = 4 * chunk * s.d
+        if s.gpu:
+            parts["forward:split partials"] = s.splits(block)
+        else:
+            parts["forward:fp32 operands"] = 4 * min(s.v, DEFAULT_PANEL) * s.d * (not fp32)
+        parts["forward:fp32 dC"] = 4 * s.v * s.d * wide
+        parts = {key: size for key, size in parts.items() if size}
+        flops = 2 * s.valid * s.v * s.d * (1 + s.need_de + s.need_dc)
+        traffic = (blocks - 1) * s.v * s.d * s.need_dc * (8 if wide or fp32 else 4)
+        return Plan(
+            *("single_pass", width, 1, block, blocks, chunk, MappingProxyType(parts), flops),
+            _milliseconds(s, flops, traffic),
+        )
+
+    def largest(blocks):
+        return min(s.valid, BLOCK_STEP * math.ceil(math.ceil(s.valid / blocks) / BLOCK_STEP))
+
+    if budget is None:
+        budget = _default_budget(s)
+    for blocks in range(1, s.valid + 1):
+        block = largest(blocks)
+        for chunk in (block, block) if fp32 or not s.gpu else (block, (block + 1) // 2):
+            found = planned(block, chunk)
+            if found.workspace <= budget:
+                return found, None
+        if block <= BLOCK_STEP:
+            return None, found.workspace
+
+
+def _milliseconds(s: _Sizes, flops, traffic):
+    """GEMMs at the rate of cuBLAS, what their epilogues add, and accumulators read and written between them."""
+    if not s.gpu:
+        return None
+    return 1e3 * (flops / (TENSOR_RATE if s.itemsize < 4 else FP32_RATE) + traffic / BANDWIDTH)
+
+
 @functools.lru_cache(1024)
 def plan(
     n: int,
@@ -96,6 +247,7 @@ def plan(
     need_dbias: bool = False,
     workspace: int | None = None,
     schedule: str = "auto",
+    scalar: bool = False,
 ) -> Plan:
     """The plan that ``linear_cross_entropy`` follows for these sizes.
 
@@ -106,11 +258,14 @@ def plan(
         valid: tokens whose target is not ignored, where known; otherwise room is kept for any number of them.
         compacted: whether the valid rows of e are copied together; by default unless `valid` says that all are.
         need_de, need_dc, need_dbias: which gradients are wanted.
-        workspace: byte budget over inputs and gradients. Default: max(64 MiB, bytes of e and c, the minimum).
-        schedule: ``"auto"`` or ``"recompute"``.
+        workspace: byte budget over inputs and gradients. Default: max(64 MiB, bytes of e and c, what `recompute` needs
+            for panels of 4096 columns).
+        schedule: ``"auto"`` (the one of least predicted time within the budget), ``"recompute"`` or ``"single_pass"``.
+        scalar: whether the call is one that ``single_pass`` can serve: a mean or sum without return_lse, z_loss and
+            label_smoothing, no trained bias, bfloat16 or float32.
 
     Raises:
-        ValueError: the budget is below what the sizes need, or the schedule is unknown.
+        ValueError: the budget is below what the sizes need, or the schedule is unknown or cannot serve the call.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: got {schedule!r}, accepted are {', '.join(map(repr, SCHEDULES))}")
@@ -120,48 +275,22 @@ def plan(
         raise TypeError(f"dtype: got {dtype}, accepted are bfloat16, float16 and float32")
     if compacted is None:
         compacted = valid is None or valid < n
-    valid = n if valid is None else valid
-    backward = need_de or need_dc or need_dbias
-    fixed, per_column, parts = {}, {}, {"both:row state": STATE_BYTES * n}
-    if device == "cuda":
-        # Of a device of 132 multiprocessors, a twentieth of a percent of the logits.
-        parts["forward:split partials"] = 8 * n * max(forward_splits(n, v, d, block_m=128, block_n=256, processors=132))
-        if backward:
-            in_place = name == "float32" and not compacted
-            fixed["backward:dE accumulator"] = 4 * valid * d * (need_de and not in_place)
-            fixed["backward:compacted e"] = itemsize * valid * d * (compacted and not need_de)
-            per_column["backward:panel"] = itemsize * valid
-            per_column["backward:fp32 dC panel"] = 4 * d * (name == "float16" and need_dc)
-    else:
-        widened, tile = itemsize < 4, min(v, PANEL_STEP)
-        copied = 4 * valid * d * (widened or compacted)
-        parts["forward:fp32 operands"] = copied + 4 * tile * d * widened
-        parts["forward:logits"] = 12 * valid * tile
-        if backward:
-            fixed["backward:fp32 operands"] = copied + 4 * tile * d * widened
-            fixed["backward:dE accumulator"] = 4 * valid * d * need_de
-            fixed["backward:tiles"] = 16 * valid * tile
-            per_column["backward:panel"] = 4 * valid
-            per_column["backward:fp32 contraction"] = 4 * d * widened
-    parts |= {key: size for key, size in fixed.items() if size}
-
-    panel_rate = max(sum(per_column.values()), 1)
-    held = parts["both:row state"] + sum(fixed.values())
-    narrowest = min(PANEL_STEP, 64 * math.ceil(v / 64))
-    minimum = max(held + narrowest * panel_rate * backward, sum(parts.values()) - sum(fixed.values()))
-    if workspace is None:
-        workspace = max(DEFAULT_WORKSPACE, itemsize * (n + v) * d, minimum)
-    elif workspace < minimum:
+    s = _Sizes(
+        n, v, d, n if valid is None else valid, itemsize, compacted, need_de, need_dc, need_dbias,
+        name == "float16", device == "cuda",
+    )  # fmt: skip
+    scalar = scalar and s.valid > 0 and d > 0 and (need_de or need_dc) and not need_dbias and not s.half
+    if schedule == "single_pass" and not scalar:
+        raise ValueError("schedule: 'single_pass' needs a scalar loss with gradients; see plan(scalar=...)")
+    served, least = [], []
+    for name_of, make in (("single_pass", _single_pass), ("recompute", _recompute)):
+        if schedule in ("auto", name_of) and (scalar or name_of == "recompute"):
+            found, minimum = make(s, workspace)
+            served += [] if found is None else [found]
+            least += [] if minimum is None else [minimum]
+    if not served:
         raise ValueError(
-            f"workspace: got {workspace} bytes, these sizes (N = {n}, V = {v}, D = {d}, {name}) need at least {minimum}"
+            f"workspace: got {workspace} bytes, these sizes (N = {n}, V = {v}, D = {d}, {name}) need at least "
+            f"{min(least)}"
         )
-    if not backward:
-        return Plan("recompute", 0, 0, MappingProxyType(parts), 2 * n * v * d)
-    widest = max(narrowest, (workspace - held) // panel_rate // PANEL_STEP * PANEL_STEP)
-    panels = math.ceil(v / min(widest, v))
-    step = PANEL_STEP if panels > 1 else 64
-    width = step * math.ceil(math.ceil(v / panels) / step)
-    panels = math.ceil(v / width)
-    parts |= {key: size * width for key, size in per_column.items() if size}
-    gemms = 1 + need_de + need_dc
-    return Plan("recompute", width, panels, MappingProxyType(parts), 2 * n * v * d + 2 * valid * v * d * gemms)
+    return min(served, key=lambda chosen: chosen.milliseconds or 0.0)

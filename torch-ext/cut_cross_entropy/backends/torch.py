@@ -4,9 +4,11 @@
 at least as close to the definition as those of the Triton kernels. Logits are formed one tile of columns at a time.
 """
 
+from dataclasses import replace
+
 import torch
 
-from ..planner import PANEL_STEP
+from ..planner import DEFAULT_PANEL, PANEL_STEP
 from ..problem import Fold, RowGradients
 
 NAME = "torch"
@@ -167,12 +169,15 @@ def contract_c(panel, e, dc, dbias, unit):
         dbias.copy_(panel.sum(0))
 
 
-def contract_e(panel, c, accumulator, first):
-    """accumulator (+)= panel @ c[panel] in fp32."""
-    if first:
-        torch.mm(panel, c.float(), out=accumulator)
-    else:
-        accumulator.addmm_(panel, c.float())
+def accumulate(a, b, accumulator, first):
+    """accumulator (+)= a @ b in fp32, a 16-bit b widened piece by piece."""
+    step = b.shape[0] if b.dtype == torch.float32 else DEFAULT_PANEL
+    for k in range(0, b.shape[0], step):
+        piece = b[k : k + step].float()
+        if first and k == 0:
+            torch.mm(a[:, k : k + step], piece, out=accumulator)
+        else:
+            accumulator.addmm_(a[:, k : k + step], piece)
 
 
 def expand(accumulator, rows, count, live, known, unit, de):
@@ -182,3 +187,64 @@ def expand(accumulator, rows, count, live, known, unit, de):
         de[rows[:live].long()] = accumulator.to(de.dtype)
     else:
         de.copy_(accumulator)
+
+
+def new_rows(e, block, chunk):
+    """Room for the rows of a block in fp32, once they are scaled, then for those of dE."""
+    rows = torch.empty((block, e.shape[1]), dtype=torch.float32, device=e.device)
+    return rows, rows
+
+
+def block(problem, rows, count, i0, i1, all_valid, buffer):
+    """The problem of the valid rows number i0 to i1, their hidden states in fp32."""
+    if all_valid:
+        return replace(problem, e=problem.e[i0:i1].float(), targets=problem.targets[i0:i1])
+    index = rows[i0:i1].long()
+    return replace(problem, e=problem.e[index].float(), targets=problem.targets[index])
+
+
+def exponentials(problem, panel, weights, divisor):
+    """Fill the panel [N, >= V] with factors such that dz = factors[:, None] * panel. Returns nll and factors, [N].
+
+    panel = exp(z - m) away from the target, minus the sum of these at it; the factor is g / s.
+    """
+    e, v = problem.e, problem.c.shape[0]
+    x, at = panel[:, :v], problem.targets.long().unsqueeze(1)
+    for v0 in range(0, v, DEFAULT_PANEL):
+        v1 = min(v0 + DEFAULT_PANEL, v)
+        x[:, v0:v1] = _tile_logits(problem, e, v0, v1)
+    z_y = x.gather(1, at)
+    m = x.amax(1, keepdim=True)
+    base = torch.where(m == -torch.inf, 0.0, m)
+    slope = None
+    if problem.softcap is not None:
+        slope = 1 - (x * (problem.temperature / problem.softcap)).square_()
+    x.sub_(base).exp_()
+    gain = x.gather(1, at)
+    x.scatter_(1, at, 0.0)
+    s = x.sum(1, keepdim=True)
+    x.scatter_(1, at, -s)
+    if slope is not None:
+        x.mul_(slope)
+    ahead = m - z_y
+    nll = torch.where(ahead < 40, torch.log1p(s * torch.exp(ahead)), ahead + torch.log(s + gain))
+    g = torch.full_like(s, problem.scale / problem.temperature)
+    if weights is not None:
+        g = g * weights.unsqueeze(1)
+    if divisor is not None:
+        g = torch.where(divisor == 0, 0.0, g / divisor)
+    return nll.squeeze(1), (g / (s + gain)).squeeze(1)
+
+
+def expand_block(accumulator, rows, count, first, factors, de):
+    """dE[rows[first + i]] = accumulator[i] * factors[i], rounded once."""
+    n = accumulator.shape[0]
+    de[rows[first : first + n].long()] = (accumulator * factors.unsqueeze(1)).to(de.dtype)
+
+
+def scale(upstream, *gradients):
+    """Multiply the gradients by a 0-d upstream gradient, in place. A gradient of 0, as of an ignored row, stays 0."""
+    if upstream == 1:
+        return
+    for gradient in gradients:
+        gradient.copy_(gradient * upstream if upstream.isfinite() else torch.where(gradient == 0, 0, gradient * upstream))

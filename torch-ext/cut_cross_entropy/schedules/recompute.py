@@ -59,19 +59,19 @@ def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, wo
     for v0 in range(0, v, chosen.panel):
         v1 = min(v0 + chosen.panel, v)
         write_dlogits(v0, v1)
-        for a, b in _aligned_pieces(v0, v1):
+        for a, b in aligned_pieces(v0, v1):
             piece = panel[:, a - v0 : b - v0]
             if need_dc or need_dbias:
                 backend.contract_c(
                     piece, e, dc[a:b] if need_dc else None, dbias[a:b] if need_dbias else None, unit
                 )
             if need_de:
-                backend.contract_e(piece, problem.c[a:b], accumulator, first=a == 0)
+                backend.accumulate(piece, problem.c[a:b], accumulator, first=a == 0)
     if need_de and not in_place:
         backend.expand(accumulator, fold.rows, fold.count, live, known, unit, de)
 
 
-def _aligned_pieces(v0, v1):
+def aligned_pieces(v0, v1):
     """A GEMM over an odd extent runs several times slower: the last V mod 8 columns are one of their own."""
     cut = v1 - (v1 - v0) % ALIGNED
     return [(a, b) for a, b in ((v0, cut), (cut, v1)) if a < b]

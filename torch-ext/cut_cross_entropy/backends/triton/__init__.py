@@ -1,14 +1,15 @@
 """The primitives as Triton kernels, for CUDA (compute capability 8.0 and up) and ROCm."""
 
-from .contract import contract_c, contract_e
+from .contract import accumulate, contract_c
 from .dlogits import dlogits, new_panel, panel_unit
+from .exponentials import exponentials
 from .fold import fold
 from .launch import launches
-from .rows import compact, count_on_host, expand, select
+from .rows import block, compact, count_on_host, expand, expand_block, new_rows, scale, select
 
 NAME = "triton"
 
 __all__ = [
-    "NAME", "compact", "contract_c", "contract_e", "count_on_host", "dlogits", "expand", "fold",
-    "launches", "new_panel", "panel_unit", "select",
+    "NAME", "accumulate", "block", "compact", "contract_c", "count_on_host", "dlogits", "expand", "expand_block",
+    "exponentials", "fold", "launches", "new_panel", "new_rows", "panel_unit", "scale", "select",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The two contractions of a panel, by cuBLAS: GEMMs over aligned extents with fp32 accumulators."""
+"""The contractions of a panel, by cuBLAS: GEMMs over aligned extents with fp32 accumulators."""
 
 import torch
 
@@ -25,13 +25,13 @@ def contract_c(panel, e, dc, dbias, unit):
         dbias.copy_(total if unit is None else total.div_(unit))
 
 
-def contract_e(panel, c, accumulator, first):
-    """accumulator (+)= panel @ c[panel], fp32 throughout."""
+def accumulate(a, b, accumulator, first):
+    """accumulator (+)= a @ b: in fp32 throughout, rounded on the way out where the accumulator has 16 bits."""
     if first:
-        _product(panel, c, accumulator)
-    elif panel.dtype == torch.float32:
-        accumulator.addmm_(panel, c)
-    elif panel.is_cuda:
-        torch.addmm(accumulator, panel, c, out_dtype=torch.float32, out=accumulator)
+        _product(a, b, accumulator)
+    elif accumulator.dtype == a.dtype:
+        accumulator.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(accumulator, a, b, out_dtype=torch.float32, out=accumulator)
     else:
-        accumulator.addmm_(panel.float(), c.float())
+        accumulator.addmm_(a.float(), b.float())

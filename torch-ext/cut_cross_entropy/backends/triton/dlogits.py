@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import configs
 from .launch import launch
-from .logits import grouped, logit_arguments, tile_dot, transform
+from .logits import grouped, logit_arguments, store_tile, tile_dot, transform
 from .math import LN2, LOG2E, exp, expm1
 
 
@@ -45,7 +45,7 @@ def gradient(
 
 @triton.jit(do_not_specialize=["live", "V", "width", "i_v0", "s_nll", "s_rest", "s_smooth", "s_entropy"])
 def dlogits_kernel(
-    e, c, bias, weight, panel,
+    e, c, bias, weight, panel, needed,
     targets, rows, count, m, s, loss, entropy,  # row state
     g_nll, g_rest, g_smooth, g_entropy, unit,  # upstream gradients [N]
     live, V, D, width, i_v0, inner, outer, factor,
@@ -56,6 +56,9 @@ def dlogits_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_UNIT: tl.constexpr,
     HAS_NLL: tl.constexpr, HAS_REST: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
+    if needed is not None:
+        if tl.load(needed) == 0:
+            return
     blocks, columns = tl.cdiv(live, BM), tl.cdiv(width, BN)
     for i in tl.range(tl.program_id(0), blocks * columns, tl.num_programs(0), flatten=FLATTEN):
         i_m, i_t = grouped(i, blocks, columns, GROUP)
@@ -106,16 +109,14 @@ def dlogits_kernel(
                 b_smooth, b_entropy * b_py, b_h, outer, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
             )  # fmt: skip
             b_dz = tl.where(o_v[None, :] == b_y[:, None], b_dzy[:, None], b_dz)
-        if PANEL_DESCRIPTOR:
-            panel.store([i_m, i_t * BN], b_dz.to(panel.dtype))
-        else:
-            p_panel = panel + o_m.to(tl.int64)[:, None] * stride_panel + (i_t * BN + tl.arange(0, BN))[None, :]
-            m_panel = (o_m < live)[:, None] & (o_v < i_v0 + width)[None, :]
-            tl.store(p_panel, b_dz.to(panel.dtype.element_ty), mask=m_panel)
+        store_tile(panel, b_dz, i_m, i_t * BN, live, width, stride_panel, BM, BN, PANEL_DESCRIPTOR)
 
 
-def dlogits(problem, e, fold, gradients, live, unit, panel):
-    """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of a compacted e."""
+def dlogits(problem, e, fold, gradients, live, unit, panel, needed=None):
+    """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of a compacted e.
+
+    Where the int32 [1] `needed` is 0 when that runs, nothing is written.
+    """
     c, device = problem.c, e.device
     config = configs.config_of(device)
     tile = config.tile("dlogits", e.dtype, heavy=problem.softcap is not None)
@@ -128,7 +129,7 @@ def dlogits(problem, e, fold, gradients, live, unit, panel):
     most = configs.processors_of(device) if described else 1 << 31
     upstream = (gradients.nll, gradients.rest, gradients.smooth, gradients.entropy)
     tensors = (
-        e_operand, c_operand, bias, problem.weight, panel_operand,
+        e_operand, c_operand, bias, problem.weight, panel_operand, needed,
         problem.targets, fold.rows, fold.count, fold.m, fold.s, fold.nll, fold.entropy, *upstream, unit,
     )  # fmt: skip
     scalars = (

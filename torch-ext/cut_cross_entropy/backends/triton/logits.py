@@ -66,6 +66,19 @@ def transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS: tl.constexpr, HAS_SOF
     return b_z
 
 
+@triton.jit
+def store_tile(panel, b_tile, i_m, i_column, rows, columns, stride, BM: tl.constexpr, BN: tl.constexpr,
+               DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """panel[i_m : i_m + BM, i_column : i_column + BN] = b_tile, rounded to the panel's dtype, up to [rows, columns]."""
+    if DESCRIPTOR:
+        panel.store([i_m, i_column], b_tile.to(panel.dtype))
+    else:
+        o_m, o_column = i_m + tl.arange(0, BM), i_column + tl.arange(0, BN)
+        p_panel = panel + o_m.to(tl.int64)[:, None] * stride + o_column[None, :]
+        m_panel = (o_m < rows)[:, None] & (o_column < columns)[None, :]
+        tl.store(p_panel, b_tile.to(panel.dtype.element_ty), mask=m_panel)
+
+
 def logit_arguments(problem):
     """Run-time scalars (bias, inner, outer) and compile-time flags of `transform`."""
     unit = math.log2(math.e) / problem.temperature

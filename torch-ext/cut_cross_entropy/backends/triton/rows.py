@@ -1,9 +1,11 @@
 """Which rows count, and moving them: select, compact, expand.
 
 select   reads targets (4 or 8 N bytes), writes the valid rows in order and their count; one program, in order.
-compact  reads and writes the valid rows of e (2 * itemsize * n * D bytes).
-expand   reads the fp32 accumulator, writes dE: dE[rows[i]] = accumulator[i] / unit.
+compact  reads and writes the valid rows of e (2 * itemsize * n * D bytes), and their targets.
+expand   reads an fp32 accumulator, writes dE: dE[rows[i]] = accumulator[i] * factor[i] / unit.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -53,11 +55,15 @@ def count_on_host(problem, count):
     return int(count), True
 
 
-@triton.jit(do_not_specialize=["D"])
-def compact_kernel(e, rows, count, out, D, stride_e, stride_out, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["D", "first", "ignore_index"])
+def compact_kernel(
+    e, targets, rows, count, out, out_targets, D, first, ignore_index, stride_e, stride_out, BLOCK: tl.constexpr
+):  # fmt: skip
     i = tl.program_id(0)
-    live = i < tl.load(count)
-    row = tl.load(rows + i, mask=live, other=0).to(tl.int64)
+    live = first + i < tl.load(count)
+    row = tl.load(rows + first + i, mask=live, other=0).to(tl.int64)
+    if out_targets is not None:
+        tl.store(out_targets + i, tl.where(live, tl.load(targets + row), ignore_index).to(out_targets.dtype.element_ty))
     for i_d in range(0, D, BLOCK):
         o_d = i_d + tl.arange(0, BLOCK)
         b_e = tl.load(e + row * stride_e + o_d, mask=(o_d < D) & live, other=0.0)
@@ -69,31 +75,90 @@ def compact(e, rows, count, live, known, de):
     if known and live == e.shape[0]:
         return e
     out = torch.empty((live, e.shape[1]), dtype=e.dtype, device=e.device) if de is None else de[:live]
-    launch(compact_kernel, live, e.device, e, rows, count, out, e.shape[1], e.stride(0), out.stride(0), BLOCK=1024)
+    launch(
+        compact_kernel, live, e.device, e, None, rows, count, out, None, e.shape[1], 0, 0,
+        e.stride(0), out.stride(0), BLOCK=1024,
+    )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["D"])
-def expand_kernel(accumulator, rows, count, unit, de, D, HAS_UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def new_rows(e, block, chunk):
+    """Two views of one storage: [block, D] in the dtype of e, and [chunk, D] in fp32, at least half as many."""
+    wide = torch.empty((chunk, e.shape[1]), dtype=torch.float32, device=e.device)
+    return wide.view(-1).view(e.dtype)[: block * e.shape[1]].view(block, e.shape[1]), wide
+
+
+def block(problem, rows, count, i0, i1, all_valid, buffer):
+    """The problem of the valid rows number i0 to i1, their hidden states in `buffer` unless they lie together anyway.
+
+    Past the count rows are zero and their targets ignored.
+    """
+    if all_valid:
+        return replace(problem, e=problem.e[i0:i1], targets=problem.targets[i0:i1])
+    e, out = problem.e, buffer[: i1 - i0]
+    targets = torch.empty(i1 - i0, dtype=problem.targets.dtype, device=e.device)
+    launch(
+        compact_kernel, i1 - i0, e.device, e, problem.targets, rows, count, out, targets, e.shape[1], i0,
+        problem.ignore_index, e.stride(0), out.stride(0), BLOCK=1024,
+    )  # fmt: skip
+    return replace(problem, e=out, targets=targets)
+
+
+@triton.jit(do_not_specialize=["D", "first"])
+def expand_kernel(
+    accumulator, rows, count, unit, factor, de, D, first, HAS_UNIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0)
-    live = i < tl.load(count)
-    row = tl.load(rows + i, mask=live, other=0).to(tl.int64)
-    undo = 1.0
+    live = first + i < tl.load(count)
+    row = tl.load(rows + first + i, mask=live, other=0).to(tl.int64)
+    scale = 1.0
     if HAS_UNIT:
-        undo = 1.0 / tl.load(unit)
+        scale = 1.0 / tl.load(unit)
+    if HAS_FACTOR:
+        scale *= tl.load(factor + i)
     for i_d in range(0, D, BLOCK):
         o_d = i_d + tl.arange(0, BLOCK)
         b_a = tl.load(accumulator + i.to(tl.int64) * D + o_d, mask=(o_d < D) & live, other=0.0)
-        tl.store(de + row * D + o_d, (b_a * undo).to(de.dtype.element_ty), mask=(o_d < D) & live)
+        tl.store(de + row * D + o_d, (b_a * scale).to(de.dtype.element_ty), mask=(o_d < D) & live)
 
 
 def expand(accumulator, rows, count, live, known, unit, de):
     """dE rows, rounded once; exactly 0 where the target is ignored."""
-    n, d = de.shape
-    if known and live == n and unit is None:
+    if known and live == de.shape[0] and unit is None:
         de.copy_(accumulator)
         return
     de.zero_()
+    expand_block(accumulator, rows, count, 0, None, de, unit)
+
+
+def expand_block(accumulator, rows, count, first, factors, de, unit=None):
+    """dE[rows[first + i]] = accumulator[i] * factors[i] / unit for the valid rows among them, rounded once."""
     launch(
-        expand_kernel, live, de.device, accumulator, rows, count, unit, de, d, HAS_UNIT=unit is not None, BLOCK=1024
-    )
+        expand_kernel, accumulator.shape[0], de.device, accumulator, rows, count, unit, factors, de, de.shape[1], first,
+        HAS_UNIT=unit is not None, HAS_FACTOR=factors is not None, BLOCK=1024,
+    )  # fmt: skip
+
+
+@triton.jit
+def scale_kernel(upstream, gradient, SIZE, BLOCK: tl.constexpr):
+    factor = tl.load(upstream)
+    if factor == 1.0:
+        return
+    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, SIZE, tl.num_programs(0).to(tl.int64) * BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        b = tl.load(gradient + o, mask=o < SIZE, other=0.0).to(tl.float32)
+        b = tl.where(b == 0.0, 0.0, b * factor)
+        tl.store(gradient + o, b.to(gradient.dtype.element_ty), mask=o < SIZE)
+
+
+def scale(upstream, *gradients):
+    """Multiply contiguous gradients by a 0-d upstream gradient, in place. One of 1 costs no traffic and no wait.
+
+    A gradient of 0, as of an ignored row, stays 0 whatever the upstream.
+    """
+    upstream = upstream.float()
+    for gradient in gradients:
+        programs = min(8 * configs.processors_of(gradient.device), triton.cdiv(gradient.numel(), 4096))
+        if programs:
+            launch(scale_kernel, programs, gradient.device, upstream, gradient, gradient.numel(), BLOCK=4096, num_warps=8)
