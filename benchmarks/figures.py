@@ -24,7 +24,6 @@ from benchmarks.evidence import RESULTS  # noqa: E402
 README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "figures" / "sweep.png"
 GIB = 1 << 30
-MARKED = re.compile(r"(<!-- measured:([\w-]+) -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
@@ -98,16 +97,16 @@ def environment(part: dict) -> str:
 TABLES = {"environment": environment, "shapes": shapes, "sweep": sweep, "accuracy": accuracy, "rest": rest}
 
 
-def fill(text: str, part: dict) -> str:
-    """The text with every marked table replaced by what was measured."""
+def fill(text: str, part: dict, tables=TABLES, kind: str = "measured") -> str:
+    """The text with every table marked as of this kind replaced by what was measured."""
 
     def replacement(match: re.Match) -> str:
         name = match[2]
-        if name not in TABLES:
-            raise ValueError(f"measured:{name}: unknown, accepted are {', '.join(TABLES)}")
-        return match[1] + TABLES[name](part) + match[3]
+        if name not in tables:
+            raise ValueError(f"{kind}:{name}: unknown, accepted are {', '.join(tables)}")
+        return match[1] + tables[name](part) + match[3]
 
-    return MARKED.sub(replacement, text)
+    return re.sub(rf"(<!-- {kind}:([\w-]+) -->\n).*?(<!-- /{kind} -->)", replacement, text, flags=re.DOTALL)
 
 
 def draw(part: dict, path: Path) -> None:

@@ -1,0 +1,245 @@
+"""This kernel and its peers side by side on one GPU: `python -m benchmarks.compare [GROUP ...]`.
+
+Groups: the shapes, then sweeps over tokens, over the vocabulary and over the share of ignored targets. Every entry is
+timed in rounds with the bare GEMMs z, dE and dC, and writes its row before the next one starts; one that fails says why
+in its row. `--tiny --device cpu` runs everything at toy sizes, to try the harness itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import inspect
+import re
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import kernel, states, truth  # noqa: E402
+from benchmarks.bars import FLOOR_8, MIB, ratio, workspace_of  # noqa: E402
+from benchmarks.evidence import Evidence, environment  # noqa: E402
+from benchmarks.memory import release, step_memory  # noqa: E402
+from benchmarks.peers import PEERS, Loss  # noqa: E402
+from benchmarks.shapes import GIB, SHAPES, Shape  # noqa: E402
+from benchmarks.timing import gemm_floors, interleaved, training_step  # noqa: E402
+from tools.source_hash import torch_ext_sha256  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "compare.json"
+FLOOR_6 = dict.fromkeys(("z", "de", "dc"), 1)
+SECONDS = 1.0  # of timed rounds for an entry
+ROUNDS = (3, 10)  # how many rounds that may be
+
+COMPARED = {name: SHAPES[name] for name in ("llama3-8b", "gemma2-2b", "wide", "odd")}
+COMPARED["llama2"] = Shape(8192, 32000, 4096, 200 * MIB)
+BUDGETS = {  # bytes over inputs and gradients: lean, ample
+    "llama3-8b": (int(1.1 * GIB), 3 * GIB),
+    "gemma2-2b": (int(2.25 * GIB), int(4.5 * GIB)),
+    "wide": (int(1.75 * GIB), 3 * GIB),
+    "odd": (int(1.75 * GIB), 3 * GIB),
+    "llama2": (320 * MIB, 600 * MIB),
+}
+WITH_ERRORS = ("llama3-8b", "gemma2-2b")
+
+OURS = {
+    "recompute": "this kernel, recompute",
+    "lean": "this kernel, lean budget",
+    "ample": "this kernel, ample budget",
+    "default": "this kernel, default budget",
+}
+FAST = ("torch_bf16", "torch_fp32", "liger_8")
+AS = "as-"  # this kernel, in the memory that the named peer took
+SWEPT = ("default", *FAST, *(AS + name for name in FAST if name != "torch_fp32"))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One set of inputs, and what runs on it, in order."""
+
+    shape: Shape
+    entries: tuple[str, ...] = SWEPT
+    ignored: float = 0.01
+    errors: bool = False
+    budgets: tuple[int, int] | None = None
+
+
+def tokens(d: int) -> dict[str, Point]:
+    return {f"tokens-{d}/{1024 << k}": Point(Shape(1024 << k, 128256, d)) for k in range(8)}
+
+
+GROUPS: dict[str, dict[str, Point]] = {
+    name: {name: Point(shape, (*OURS, *PEERS), errors=name in WITH_ERRORS, budgets=BUDGETS[name])}
+    for name, shape in COMPARED.items()
+}
+GROUPS["tokens-4096"] = tokens(4096)
+GROUPS["tokens-2048"] = tokens(2048)
+GROUPS["vocabulary"] = {
+    f"vocabulary/{v}": Point(Shape(8192, v, 2048)) for v in (32000, 65536, 128256, 151936, 200064, 262144)
+}
+GROUPS["ignored"] = {f"ignored/{share}": Point(COMPARED["llama3-8b"], ignored=share / 100) for share in (0, 50, 90)}
+
+
+class Lost(RuntimeError):
+    """The device answers no more, as after an illegal address: what follows in this process would fail too."""
+
+
+def message(error: Exception) -> str:
+    """Type and text in one line of 300 characters, files without their folders."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r"(?<![\w:/])(?:/[\w.+-]+)+/", "", text)[:300]
+
+
+def label(name: str) -> str:
+    if name in OURS:
+        return OURS[name]
+    return f"this kernel, memory of {PEERS[name.removeprefix(AS)].label}" if name.startswith(AS) else PEERS[name].label
+
+
+class Compare:
+    def __init__(self, cce, evidence: Evidence, *, device: str = "cuda", tiny: bool = False, seconds: float = SECONDS):
+        self.cce, self.evidence, self.device, self.tiny = cce, evidence, device, tiny
+        self.seconds = 0.02 if tiny else seconds
+        self.environment = environment(cce)
+
+    def run(self, part: str, point: Point, names: list[str], *, fresh: bool = True) -> None:
+        """Measure the named entries. Unless `fresh`, entries of an earlier run stay beside them."""
+        shape = point.shape.tiny() if self.tiny else point.shape
+        release()
+        s = states.make(shape.n, shape.v, shape.d, torch.bfloat16, self.device, ignored=point.ignored)
+        exact = truth.truth(s.e, s.c, s.targets) if point.errors else None
+        s.e.requires_grad_(), s.c.requires_grad_()
+        if fresh or part not in self.evidence.data["parts"]:
+            sizes = {"n": shape.n, "v": shape.v, "d": shape.d, "v_aligned": shape.v_aligned, "ignored": point.ignored}
+            self.evidence.begin(part, **self.environment, **sizes)
+        entries = self.evidence.data["parts"][part].setdefault("entries", {})
+        for name in names:
+            row = {"label": label(name), "exact": name not in PEERS or PEERS[name].exact}
+            try:
+                for found in self.measured(name, point, shape, s, exact, entries):
+                    row |= found
+            except Exception as error:
+                row["failed"] = message(error)
+            s.e.grad = s.c.grad = None
+            self.evidence.add(part, "entries", name, row)
+            print(summary(part, name, row), flush=True)
+            try:
+                release()
+            except RuntimeError as error:
+                raise Lost(f"{part}, {name}: {message(error)}") from error
+
+    def measured(self, name: str, point: Point, shape: Shape, s: states.States, exact, entries: dict):
+        """The row of one entry, in pieces: what was found before a failure is kept."""
+        if name in PEERS:
+            yield {"version": PEERS[name].version()}
+            function = PEERS[name].load()
+            gc.freeze()  # what a library imports need not be visited by every later collection
+        else:
+            options = self.options(name, point, shape, entries)
+            yield {"budget": options.get("workspace"), "plan": self.plan(shape, **options)}
+            function = partial(self.cce.linear_cross_entropy, **options)
+
+        leaves = (s.e, s.c)
+        loss = partial(function, *leaves, s.targets)
+        value = loss()
+        value.backward()
+        yield {"loss": value.item()}
+        if exact is not None:
+            yield {
+                "error": {
+                    "loss": abs(value.item() / exact.reduced.item() - 1),
+                    "de": truth.relative_error(s.e.grad, exact.de),
+                    "dc": truth.relative_error(s.c.grad, exact.dc),
+                }
+            }
+        del value
+        yield {"bytes": {"step": asdict(step_memory(loss, leaves))}}
+        yield self.timed(loss, leaves)
+
+    def plan(self, shape: Shape, **options) -> list[str]:
+        if "scalar" in inspect.signature(self.cce.plan).parameters:
+            options["scalar"] = True
+        return str(self.cce.plan(shape.n, shape.v, shape.d, torch.bfloat16, device=self.device, **options)).splitlines()
+
+    def options(self, name: str, point: Point, shape: Shape, entries: dict) -> dict:
+        """Schedule and workspace of an entry of this kernel."""
+        if name == "recompute":
+            return {"schedule": "recompute", "workspace": shape.workspace}
+        if name == "default":
+            return {}
+        if name in ("lean", "ample"):
+            return {"workspace": point.budgets[name == "ample"]}
+        peer = name.removeprefix(AS)
+        if "bytes" not in entries.get(peer, {}):
+            raise LookupError(f"{peer}: its memory was not measured here")
+        return {"workspace": workspace_of(entries[peer], "step")}
+
+    def timed(self, loss: Loss, leaves) -> dict:
+        """Samples of the step and of the bare GEMMs: in the same rounds if the card holds both, else one by one."""
+        step = {"step": training_step(loss, leaves)}
+        try:
+            return {"interleaved": True} | self.rounds(step | gemm_floors(*(t.detach() for t in leaves)))
+        except torch.OutOfMemoryError:
+            pass  # the traceback holds the matrices until this clause is left
+        release()
+        samples = self.rounds(step)["samples_ms"]
+        leaves[0].grad = leaves[1].grad = None
+        release()
+        samples |= self.rounds(gemm_floors(*(t.detach() for t in leaves)))["samples_ms"]
+        return {"interleaved": False, "samples_ms": samples}
+
+    def rounds(self, steps: dict) -> dict:
+        first = interleaved(steps, repeats=1, warmup=0)  # loads what is not loaded yet; not kept
+        fit = int(1e3 * self.seconds / sum(ms for (ms,) in first.values()))
+        return {"samples_ms": interleaved(steps, repeats=min(max(fit, ROUNDS[0]), ROUNDS[1]), warmup=0)}
+
+
+def summary(part: str, name: str, row: dict) -> str:
+    cells = [f"{part:<18} {name:<14}"]
+    if "samples_ms" in row:
+        cells.append(f"{median(row['samples_ms']['step']):8.2f} ms, {ratio('step', **FLOOR_6)(row):.3f} of 6NVD,")
+        cells.append(f"{ratio('step', **FLOOR_8)(row):.3f} of 8NVD")
+    if "bytes" in row:
+        cells.append(f"{workspace_of(row, 'step') / MIB:10.1f} MiB")
+    if "error" in row:
+        cells.append("error " + " ".join(f"{key} {value:.1e}" for key, value in row["error"].items()))
+    return " ".join([*cells, f"FAILED {row['failed']}" if "failed" in row else ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"any of {', '.join(GROUPS)} (default: all)")
+    parser.add_argument("--entries", help=f"only these, with commas between; also {', '.join(PEERS)}")
+    parser.add_argument("--skip", default="", help="not these")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the record to merge into")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed rounds for an entry")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the harness")
+    args = parser.parse_args()
+    only = args.entries.split(",") if args.entries else None
+    known = {*OURS, *PEERS, *(AS + name for name in PEERS)}
+    for kind, given, accepted in (("group", args.groups, GROUPS), ("entry", only or (), known)):
+        if unknown := [name for name in given if name not in accepted]:
+            parser.error(f"unknown {kind} {', '.join(unknown)}; accepted: {', '.join(accepted)}")
+
+    cce = kernel.load()
+    evidence = Evidence(args.results, torch_ext_sha256())
+    compare = Compare(cce, evidence, device=args.device, tiny=args.tiny, seconds=args.seconds)
+    for group in args.groups or GROUPS:
+        for part, point in GROUPS[group].items():
+            names = [name for name in only or point.entries if name not in args.skip.split(",")]
+            try:
+                compare.run(part, point, names, fresh=only is None)
+            except Lost as error:
+                print(f"stopped: {error}", file=sys.stderr)
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
