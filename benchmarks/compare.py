@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import re
 import sys
 from dataclasses import asdict, dataclass
@@ -141,7 +140,10 @@ class Compare:
             gc.freeze()  # what a library imports need not be visited by every later collection
         else:
             options = self.options(name, point, shape, entries)
-            yield {"budget": options.get("workspace"), "plan": self.plan(shape, **options)}
+            sizes = (shape.n, shape.v, shape.d, torch.bfloat16)
+            plan = self.cce.plan(*sizes, device=self.device, scalar=True, **options)
+            planned = {"bytes": plan.workspace, "milliseconds": plan.milliseconds}
+            yield {"budget": options.get("workspace"), "plan": str(plan).splitlines(), "planned": planned}
             function = partial(self.cce.linear_cross_entropy, **options)
 
         leaves = (s.e, s.c)
@@ -160,11 +162,6 @@ class Compare:
         del value
         yield {"bytes": {"step": asdict(step_memory(loss, leaves))}}
         yield self.timed(loss, leaves)
-
-    def plan(self, shape: Shape, **options) -> list[str]:
-        if "scalar" in inspect.signature(self.cce.plan).parameters:
-            options["scalar"] = True
-        return str(self.cce.plan(shape.n, shape.v, shape.d, torch.bfloat16, device=self.device, **options)).splitlines()
 
     def options(self, name: str, point: Point, shape: Shape, entries: dict) -> dict:
         """Schedule and workspace of an entry of this kernel."""

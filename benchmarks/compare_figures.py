@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import textwrap
 from functools import partial
@@ -107,15 +108,17 @@ def errors(parts: Parts) -> str:
     return table(["relative error", *(f"{name}: {what}" for name in recorded for what in ("loss", "dE", "dC"))], lines)
 
 
-def defaults(parts: Parts) -> str:
-    """What the planner chose where no budget was given."""
-    rows = {name: part["entries"]["default"] for name, part in parts.items() if "default" in part.get("entries", {})}
-    lines = [
-        [name, f"{mib(row):,.0f}" if "bytes" in row else FAILS, row["plan"][0]]
-        for name, row in rows.items()
-        if name in COMPARED and "plan" in row
-    ]
-    return table(["shape", "MiB", "plan"], lines)
+def plans(parts: Parts) -> str:
+    """What the planner chose and foretold, and what was measured."""
+    lines = []
+    for shape in (name for name in COMPARED if name in parts):
+        for row in (parts[shape]["entries"].get(entry, {}) for entry in OURS):
+            if "plan" in row:
+                planned = (f"{row['planned']['bytes'] / MIB:,.0f}", f"{row['planned']['milliseconds'] or math.nan:.1f}")
+                found = (f"{mib(row):,.0f}", f"{milliseconds(row, 'step'):.1f}") if ran(row) else (FAILS, FAILS)
+                pairs = (f"{a} / {b}" for a, b in zip(planned, found, strict=True))
+                lines.append([shape, row["label"].partition(", ")[2], *pairs, row["plan"][0].partition(" panels")[0]])
+    return table(["shape", "budget", "MiB planned / measured", "ms planned / measured", "plan"], lines)
 
 
 def failures(parts: Parts) -> str:
@@ -151,7 +154,7 @@ def sweep(group: str, parts: Parts) -> str:
 
 TABLES = {
     "environment": lambda parts: environment(next(iter(parts.values()))),
-    **{function.__name__: function for function in (shapes, floors, errors, defaults, failures)},
+    **{function.__name__: function for function in (shapes, floors, plans, errors, failures)},
     **{group: partial(sweep, group) for group in SWEEPS},
 }
 
