@@ -77,7 +77,7 @@ class TokenBlocks(torch.autograd.Function):
 
 def torch_chunked() -> Loss:
     """F.linear_cross_entropy of torch 2.13; under an older torch, from the two files of torch.nn.modules beside it."""
-    if hasattr(F, "linear_cross_entropy"):
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         return partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
     from linear_cross_entropy import _linear_cross_entropy_batch_chunked as chunked
     from linear_cross_entropy_options import LinearCrossEntropyOptions
