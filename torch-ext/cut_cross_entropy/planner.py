@@ -36,8 +36,10 @@ DEFAULT_PANEL = 4096
 BLOCK_STEP = 128
 # Of an H200: dense 16-bit and IEEE fp32 products, and copies, in operations and bytes a second.
 TENSOR_RATE, FP32_RATE, BANDWIDTH = 690e12, 40e12, 3.5e12
-# dC summed over no more blocks than this may be rounded to 16 bits after each; over more it is kept in fp32.
-ROUNDED_BLOCKS = 2
+# dC summed over no more blocks than this is rounded to 16 bits after each, save the rows of the FREQUENT ids with most
+# targets; over more blocks all of it is kept in fp32.
+ROUNDED_BLOCKS = 10
+FREQUENT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,9 @@ class Plan:
 
     def _of(self, stage: str) -> int:
         return sum(size for name, size in self.parts.items() if name.partition(":")[0] in ("both", stage))
+
+    def keeps(self, part: str) -> bool:
+        return part in self.parts
 
     @property
     def workspace(self) -> int:
@@ -191,9 +196,10 @@ def _single_pass(s: _Sizes, budget):
     width, fp32 = 64 * math.ceil(s.v / 64), s.itemsize == 4
 
     def planned(block, chunk):
-        blocks = math.ceil(s.valid / block)
-        wide = s.need_dc and not fp32 and (blocks > ROUNDED_BLOCKS or not s.gpu)
-        parts = {"both:row state": 8 * s.n, "forward:row state": (32 if s.gpu else 48) * block}
+        blocks = math.ceil(s.n / block)
+        summed = s.need_dc and not fp32 and (blocks > 1 or not s.gpu)
+        rounded = summed and s.gpu and blocks <= ROUNDED_BLOCKS and s.v > FREQUENT
+        parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 48) * block}
         parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * width
         # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
         parts["forward:rows of e, then of dE"] = 4 * chunk * s.d
@@ -201,21 +207,23 @@ def _single_pass(s: _Sizes, budget):
             parts["forward:split partials"] = s.splits(block)
         else:
             parts["forward:fp32 operands"] = 4 * min(s.v, DEFAULT_PANEL) * s.d * (not fp32)
-        parts["forward:fp32 dC"] = 4 * s.v * s.d * wide
+        frequent = FREQUENT * (4 * s.d + s.itemsize * block) + 24 * s.v
+        parts["forward:fp32 dC of frequent ids"] = frequent * rounded
+        parts["forward:fp32 dC"] = 4 * s.v * s.d * (summed and not rounded)
         parts = {key: size for key, size in parts.items() if size}
-        flops = 2 * s.valid * s.v * s.d * (1 + s.need_de + s.need_dc)
-        traffic = (blocks - 1) * s.v * s.d * s.need_dc * (8 if wide or fp32 else 4)
+        flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
+        traffic = (blocks - 1) * s.v * s.d * s.need_dc * (4 if rounded else 8)
         return Plan(
             *("single_pass", width, 1, block, blocks, chunk, MappingProxyType(parts), flops),
             _milliseconds(s, flops, traffic),
         )
 
     def largest(blocks):
-        return min(s.valid, BLOCK_STEP * math.ceil(math.ceil(s.valid / blocks) / BLOCK_STEP))
+        return min(s.n, BLOCK_STEP * math.ceil(math.ceil(s.n / blocks) / BLOCK_STEP))
 
     if budget is None:
         budget = _default_budget(s)
-    for blocks in range(1, s.valid + 1):
+    for blocks in range(1, s.n + 1):
         block = largest(blocks)
         for chunk in (block, block) if fp32 or not s.gpu else (block, (block + 1) // 2):
             found = planned(block, chunk)

@@ -30,6 +30,18 @@ def count_on_host(problem, count):
     return int(count), True
 
 
+class count_later:
+    """The count of valid rows, which on a CPU is known at once."""
+
+    known = True
+
+    def __init__(self, problem, count):
+        self.now = int(count)
+
+    def wait(self):
+        return self.now
+
+
 def _widened(e, index):
     return e.float() if index.numel() == e.shape[0] else e[index].float()
 
@@ -195,15 +207,15 @@ def new_rows(e, block, chunk):
     return rows, rows
 
 
-def block(problem, rows, count, i0, i1, all_valid, buffer):
+def block(problem, rows, count, i0, i1, buffer):
     """The problem of the valid rows number i0 to i1, their hidden states in fp32."""
-    if all_valid:
+    if int(count) == problem.e.shape[0]:
         return replace(problem, e=problem.e[i0:i1].float(), targets=problem.targets[i0:i1])
     index = rows[i0:i1].long()
     return replace(problem, e=problem.e[index].float(), targets=problem.targets[index])
 
 
-def exponentials(problem, panel, weights, divisor):
+def exponentials(problem, count, counted, panel, weights, divisor):
     """Fill the panel [N, >= V] with factors such that dz = factors[:, None] * panel. Returns nll and factors, [N].
 
     panel = exp(z - m) away from the target, minus the sum of these at it; the factor is g / s.

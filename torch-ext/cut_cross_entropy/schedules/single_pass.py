@@ -1,11 +1,14 @@
 """Schedule `single_pass`: loss and gradients of a scalar loss in one sweep over blocks of tokens.
 
-6 N V D floating-point operations: the logits are formed once. Scratch: the panel of one block, [block, V], and dC in
-fp32 where many blocks add to it.
+6 N V D floating-point operations: the logits are formed once. Scratch: the panel of one block, [block, V], and fp32
+sums for dC where several blocks add to it.
 """
+
+import functools
 
 import torch
 
+from ..planner import FREQUENT
 from ..problem import RowGradients
 from . import recompute
 
@@ -17,16 +20,12 @@ def loss_and_gradients(backend, problem, weights, divisor, mean, workspace, sche
     `schedule` is "auto" and `recompute` the better plan, that is what runs.
     """
     (n, d), v = problem.e.shape, problem.c.shape[0]
+    needs = (de is not None, dc is not None, False)
+    schedule = schedule if n and d else "recompute"
+    plan = recompute.planned(backend, problem.e, v, needs, workspace, schedule=schedule, scalar=True)
     rows, count = backend.select(problem.targets, problem.ignore_index, v)
-    live, known = backend.count_on_host(problem, count) if n else (0, True)
-    together = known and live == n
     if mean:
         divisor = count[0].float()
-    needs = (de is not None, dc is not None, False)
-    plan = recompute.planned(
-        backend, problem.e, v, needs, workspace,
-        valid=live, compacted=not together, schedule=schedule if live and d else "recompute", scalar=True,
-    )  # fmt: skip
     if plan.schedule == "recompute":
         fold = backend.fold(problem, rows, count, False, False, False)
         g = torch.ones_like(fold.nll) if weights is None else weights
@@ -34,35 +33,81 @@ def loss_and_gradients(backend, problem, weights, divisor, mean, workspace, sche
         recompute.backward(backend, problem, fold, g, *needs, workspace, de, dc, None)
         return _total(fold.nll, weights, divisor)
 
-    if weights is not None and not together:
-        weights = weights[rows[:live].long().clamp(0, n - 1)]
-    nll = torch.empty(live, dtype=torch.float32, device=problem.e.device)
+    if weights is not None:
+        weights = weights[rows.long().clamp(0, n - 1)]
     panel = backend.new_panel(problem.e, plan.block, plan.panel)
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
-    total = dc
-    if "forward:fp32 dC" in plan.parts:
-        total = torch.empty(dc.shape, dtype=torch.float32, device=dc.device)
-    if de is not None and not together:
-        de.zero_()
-    for i0 in range(0, live, plan.block):
-        i1 = min(i0 + plan.block, live)
-        block = backend.block(problem, rows, count, i0, i1, together, narrow)
-        x, scaled = panel[: i1 - i0], narrow[: i1 - i0]
+    total = dc if dc is None else _Sum(backend, plan, problem, dc)
+    nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
+    # The count is on its way to the host while the first block is folded.
+    counting = backend.count_later(problem, count)
+    live, i0 = counting.now, 0
+    while i0 == 0 or i0 < live:
+        i1 = min(i0 + plan.block, n if live is None else live)
+        block = backend.block(problem, rows, count, i0, i1, narrow)
         weighted = None if weights is None else weights[i0:i1]
-        nll[i0:i1], factors = backend.exponentials(block, x, weighted, divisor)
+        counted = live is None and counting.known
+        nll[i0:i1], factors = backend.exponentials(block, count, counted, panel[: i1 - i0], weighted, divisor)
+        if i0 == 0:
+            live = counting.wait()
+            i1 = min(i1, live)
+            if de is not None and (live < n or not counting.known):
+                de.zero_()
+            if live == 0:
+                if dc is not None:
+                    dc.zero_()
+                break
+        x, scaled = panel[: i1 - i0], narrow[: i1 - i0]
         if dc is not None:
-            torch.mul(block.e, factors.unsqueeze(1), out=scaled)
-            for a, b in recompute.aligned_pieces(0, v):
-                backend.accumulate(x[:, a:b].t(), scaled, total[a:b], first=i0 == 0)
+            torch.mul(block.e[: i1 - i0], factors[: i1 - i0].unsqueeze(1), out=scaled)
+            total.add(x, scaled, first=i0 == 0)
         if de is not None:
             for j0 in range(0, i1 - i0, plan.chunk):
                 j1 = min(j0 + plan.chunk, i1 - i0)
                 for a, b in recompute.aligned_pieces(0, v):
                     backend.accumulate(x[j0:j1, a:b], problem.c[a:b], wide[: j1 - j0], first=a == 0)
                 backend.expand_block(wide[: j1 - j0], rows, count, i0 + j0, factors[j0:j1], de)
-    if total is not dc:
-        dc.copy_(total)
+        i0 += plan.block
+    if live and dc is not None:
+        total.finish()
     return _total(nll, weights, divisor)
+
+
+class _Sum:
+    """dC as a sum over blocks: of one block rounded once, of many in fp32.
+
+    Of a few in 16 bits, rounded after each; but the rows of the most frequent targets, which carry most of the
+    gradient of a language model, in fp32 then too: they are summed a second time on their own.
+    """
+
+    def __init__(self, backend, plan, problem, dc):
+        self.accumulate, self.dc, self.ids = backend.accumulate, dc, None
+        self.total, self.frequent = dc, None
+        (v, d), new = dc.shape, functools.partial(torch.empty, dtype=torch.float32, device=dc.device)
+        if plan.keeps("forward:fp32 dC"):
+            self.total = new((v, d))
+        elif plan.keeps("forward:fp32 dC of frequent ids"):
+            self.ids, self.frequent = _frequent(problem, FREQUENT), new((FREQUENT, d))
+
+    def add(self, x, scaled, first):
+        for a, b in recompute.aligned_pieces(0, self.dc.shape[0]):
+            self.accumulate(x[:, a:b].t(), scaled, self.total[a:b], first)
+        if self.ids is not None:
+            self.accumulate(x.index_select(1, self.ids).t(), scaled, self.frequent, first)
+
+    def finish(self):
+        if self.total is not self.dc:
+            self.dc.copy_(self.total)
+        if self.ids is not None:
+            self.dc.index_copy_(0, self.ids, self.frequent.to(self.dc.dtype))
+
+
+def _frequent(problem, k):
+    """The k most frequent targets, of equals the lowest."""
+    valid = problem.targets != problem.ignore_index
+    counts = torch.zeros(problem.c.shape[0], dtype=torch.int32, device=problem.c.device)
+    counts.index_add_(0, torch.where(valid, problem.targets, 0), valid.int())
+    return counts.argsort(descending=True, stable=True)[:k]
 
 
 def _total(nll, weights, divisor):

@@ -5,11 +5,11 @@ from .dlogits import dlogits, new_panel, panel_unit
 from .exponentials import exponentials
 from .fold import fold
 from .launch import launches
-from .rows import block, compact, count_on_host, expand, expand_block, new_rows, scale, select
+from .rows import block, compact, count_later, count_on_host, expand, expand_block, new_rows, scale, select
 
 NAME = "triton"
 
 __all__ = [
-    "NAME", "accumulate", "block", "compact", "contract_c", "count_on_host", "dlogits", "expand", "expand_block",
-    "exponentials", "fold", "launches", "new_panel", "new_rows", "panel_unit", "scale", "select",
+    "NAME", "accumulate", "block", "compact", "contract_c", "count_later", "count_on_host", "dlogits", "expand",
+    "expand_block", "exponentials", "fold", "launches", "new_panel", "new_rows", "panel_unit", "scale", "select",
 ]  # fmt: skip

@@ -8,6 +8,8 @@ it beforehand. The factor is known only after the whole row, and joins the rows 
 panel is written once and read by the two contractions. bf16 and fp32 have the exponents for it, fp16 has not.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -49,17 +51,19 @@ def factor_kernel(
     tl.store(factors + o_n, tl.where(valid, b_g, 0.0), mask=o_n < N)
 
 
-def exponentials(problem, panel, weights, divisor):
-    """Fill the panel [N, >= V] for all rows. Returns nll and factors, fp32 [N]: dz = factors[:, None] * panel.
+def exponentials(problem, count, counted, panel, weights, divisor):
+    """Fill the panel [N, >= V]. Returns nll and factors, fp32 [N]: dz = factors[:, None] * panel.
 
-    The loss is sum_i weights_i * nll_i / divisor; weights [N] and divisor 0-d, both fp32, default to 1.
+    With `counted`, of the first `count` rows alone. The loss is sum_i weights_i * nll_i / divisor; weights [N] and
+    divisor 0-d, both fp32, default to 1.
     """
     n, device = problem.e.shape[0], problem.e.device
     rows = torch.arange(n, dtype=torch.int32, device=device)
-    count = torch.full((1,), n, dtype=torch.int32, device=device)
-    overflow = torch.empty_like(count)
+    every = torch.full((1,), n, dtype=torch.int32, device=device)
+    overflow = torch.empty_like(every)
     factors = torch.empty(n, dtype=torch.float32, device=device)
-    out = fold(problem, rows, count, False, False, False, panel, overflow)
+    out = fold(problem, rows, count if counted else every, False, False, False, panel, overflow, counted)
+    out = replace(out, count=every)
     one = RowGradients(torch.ones((), device=device).expand(n), None, None, None)
     dlogits(problem, problem.e, out, one, n, None, panel, needed=overflow)(0, problem.c.shape[0])
     (_, _, outer), flags = logit_arguments(problem)

@@ -196,7 +196,7 @@ def fold_kernel(
     N, V, D, splits, inner, outer,
     stride_e, stride_c, stride_panel,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
-    LISTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr,
+    LISTED: tl.constexpr, COUNTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr, FLATTEN: tl.constexpr, RELATIVE: tl.constexpr, RETRY: tl.constexpr,
     STORE: tl.constexpr, PANEL_DESCRIPTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -208,10 +208,11 @@ def fold_kernel(
     if is_dense(count, N, DENSE) == LISTED:
         return
     o_m = i_m + tl.arange(0, BM)
-    if LISTED:
-        live = tl.load(count)
+    live = tl.load(count)
+    if LISTED or COUNTED:
         if i_m >= live:
             return
+    if LISTED:
         m_m = o_m < live
         o_m = tl.load(rows + o_m, mask=m_m, other=0)
     else:
@@ -320,10 +321,10 @@ def merge_kernel(
         tl.store(prediction + o_n, tl.where(valid, b_argmax, -1).to(tl.int64), mask=m_n)
 
 
-def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, overflow=None):
+def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, overflow=None, counted=False):
     """Fold the logits of all rows, or of the `count` rows listed.
 
-    With a `panel` [N, >= V], of every row: panel[i, v] = 2^(z_v - m), and the int32 [1] `overflow` becomes 1 where that
+    With a `panel` [N, >= V], of every row, or with `counted` of the first `count`: panel[i, v] = 2^(z_v - m), and the int32 [1] `overflow` becomes 1 where that
     would leave its range; the panel is then not to be used, while everything returned is right.
     """
     e, c = problem.e, problem.c
@@ -374,7 +375,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
             panel_operand if relative else None, overflow if relative else None,
             n, v, d, splits[listed], *scalars, e.stride(0), c.stride(0), panel.stride(0) if store else 0,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.fold_group(row_blocks, processors),
-            DENSE=dense, LISTED=listed,
+            DENSE=dense, LISTED=listed, COUNTED=counted,
             E_DESCRIPTOR=described, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
             PRECISION=configs.precision_of(e.dtype), FLATTEN=described and c_descriptor,
             RELATIVE=relative, RETRY=retry, STORE=store and relative, PANEL_DESCRIPTOR=panel_descriptor and relative,

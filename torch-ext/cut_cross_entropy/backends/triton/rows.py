@@ -55,6 +55,30 @@ def count_on_host(problem, count):
     return int(count), True
 
 
+class count_later:
+    """The count of valid rows, on its way to the host without a wait for what is enqueued after this.
+
+    Unknown, and taken for N, where a wait is not worth it or a capture forbids it.
+    """
+
+    now = None
+
+    def __init__(self, problem, count):
+        (n, d), v = problem.e.shape, problem.c.shape[0]
+        capturing = count.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.known, self.count = not (capturing or configs.is_small(n, v, d, count.device)), n
+        if self.known and count.is_cuda:
+            self.count = torch.empty(count.shape, dtype=count.dtype, pin_memory=True).copy_(count, non_blocking=True)
+            self.event = torch.cuda.current_stream(count.device).record_event()
+        elif self.known:
+            self.count = count
+
+    def wait(self):
+        if self.known and self.count.is_pinned():
+            self.event.synchronize()
+        return int(self.count)
+
+
 @triton.jit(do_not_specialize=["D", "first", "ignore_index"])
 def compact_kernel(
     e, targets, rows, count, out, out_targets, D, first, ignore_index, stride_e, stride_out, BLOCK: tl.constexpr
@@ -88,13 +112,8 @@ def new_rows(e, block, chunk):
     return wide.view(-1).view(e.dtype)[: block * e.shape[1]].view(block, e.shape[1]), wide
 
 
-def block(problem, rows, count, i0, i1, all_valid, buffer):
-    """The problem of the valid rows number i0 to i1, their hidden states in `buffer` unless they lie together anyway.
-
-    Past the count rows are zero and their targets ignored.
-    """
-    if all_valid:
-        return replace(problem, e=problem.e[i0:i1], targets=problem.targets[i0:i1])
+def block(problem, rows, count, i0, i1, buffer):
+    """The problem of the valid rows number i0 to i1, compacted. Past the count rows are zero, their targets ignored."""
     e, out = problem.e, buffer[: i1 - i0]
     targets = torch.empty(i1 - i0, dtype=problem.targets.dtype, device=e.device)
     launch(
