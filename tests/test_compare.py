@@ -37,6 +37,7 @@ def test_every_entry_has_its_row(record):
     assert (part["n"], part["d"], part["ignored"]) == (64, 64, 0.01) and part["torch"] == torch.__version__
     for name in ("recompute", "lean", "default", "torch_fp32", "torch_blocks"):
         row = part["entries"][name]
+        assert "failed" not in row, row["failed"]
         assert row["interleaved"] and set(row["samples_ms"]) == {"step", "z", "de", "dc"}
         assert all(3 <= len(samples) <= 10 for samples in row["samples_ms"].values())
         assert set(row["bytes"]["step"]) == {"before", "gradients", "peak"}
