@@ -34,11 +34,12 @@ DEFAULT_WORKSPACE = 64 * MIB
 DEFAULT_PANEL = 4096
 # Tokens of a block are a multiple of this, and no fewer: the tallest tile of the kernels.
 BLOCK_STEP = 128
-# Of an H200: dense 16-bit and IEEE fp32 products, and copies, in operations and bytes a second.
-TENSOR_RATE, FP32_RATE, BANDWIDTH = 690e12, 40e12, 3.5e12
+# Of an H200: dense 16-bit and IEEE fp32 products, operations a second; sums that a product adds to, bytes a second (most
+# of that traffic lies under the product); multiprocessors; what a call takes besides, in seconds.
+TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS, CALL = 680e12, 40e12, 14e12, 132, 3e-4
 # dC summed over no more blocks than this is rounded to 16 bits after each, save the rows of the FREQUENT ids with most
 # targets; over more blocks all of it is kept in fp32.
-ROUNDED_BLOCKS = 10
+ROUNDED_BLOCKS = 4
 FREQUENT = 1024
 
 
@@ -181,63 +182,87 @@ def _recompute(s: _Sizes, budget):
         budget = max(_default_budget(s), minimum, held + min(DEFAULT_PANEL, columns) * rate * s.backward)
     if budget < minimum:
         return None, minimum
-    gemms = s.backward + s.need_de + s.need_dc
-    flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.v * s.d * gemms
+    flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.v * s.d * (s.backward + s.need_de + s.need_dc)
     width = panels = 0
+    time = _product(s, s.n, epilogue=90)
     if s.backward:
         width, panels = _panel_columns(s.v, max(narrowest, (budget - held) // rate // PANEL_STEP * PANEL_STEP))
         parts |= {key: size * width for key, size in per_column.items() if size}
-    time = _milliseconds(s, flops, 8 * panels * s.valid * s.d * s.need_de)
-    return Plan("recompute", width, panels, s.valid, 1, s.valid, MappingProxyType(parts), flops, time), None
+        time += _product(s, s.valid, epilogue=150) + _product(s, s.valid) * (s.need_de + s.need_dc)
+        time += 8 * panels * s.valid * s.d * s.need_de / SUM_RATE
+    return Plan(
+        *("recompute", width, panels, s.valid, 1, s.valid, MappingProxyType(parts), flops), _milliseconds(s, time)
+    ), None
 
 
 def _single_pass(s: _Sizes, budget):
-    """(Plan, None) with as few blocks as fit, or (None, bytes of the smallest)."""
+    """(Plan, None) of the least predicted time, or (None, bytes that the smallest block needs)."""
     width, fp32 = 64 * math.ceil(s.v / 64), s.itemsize == 4
+    itemsize = s.itemsize if s.gpu else 4
+    sums = 4 * s.v * s.d * (s.need_dc and not fp32)
+    budget = _default_budget(s) if budget is None else budget
 
-    def planned(block, chunk):
+    def parts_of(block, chunk):
         blocks = math.ceil(s.n / block)
         summed = s.need_dc and not fp32 and (blocks > 1 or not s.gpu)
         rounded = summed and s.gpu and blocks <= ROUNDED_BLOCKS and s.v > FREQUENT
         parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 48) * block}
-        parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * width
+        parts["forward:panel"] = itemsize * block * width
         # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
         parts["forward:rows of e, then of dE"] = 4 * chunk * s.d
         if s.gpu:
-            parts["forward:split partials"] = s.splits(block)
+            parts["forward:split partials"] = 8 * block * max(s.v // 1024, math.ceil(4 * PROCESSORS / block * 128))
         else:
             parts["forward:fp32 operands"] = 4 * min(s.v, DEFAULT_PANEL) * s.d * (not fp32)
         frequent = FREQUENT * (4 * s.d + s.itemsize * block) + 24 * s.v
         parts["forward:fp32 dC of frequent ids"] = frequent * rounded
-        parts["forward:fp32 dC"] = 4 * s.v * s.d * (summed and not rounded)
-        parts = {key: size for key, size in parts.items() if size}
-        flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
-        traffic = (blocks - 1) * s.v * s.d * s.need_dc * (4 if rounded else 8)
-        return Plan(
-            *("single_pass", width, 1, block, blocks, chunk, MappingProxyType(parts), flops),
-            _milliseconds(s, flops, traffic),
-        )
+        parts["forward:fp32 dC"] = sums * (summed and not rounded)
+        return {key: size for key, size in parts.items() if size}
 
-    def largest(blocks):
-        return min(s.n, BLOCK_STEP * math.ceil(math.ceil(s.n / blocks) / BLOCK_STEP))
+    def seconds(block, chunk):
+        rounded = math.ceil(s.n / block) <= ROUNDED_BLOCKS and not fp32
+        time = _product(s, s.n, epilogue=110) + _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc)
+        return time + (math.ceil(s.n / block) - 1) * s.v * s.d * s.need_dc * (4 if rounded else 8) / SUM_RATE
 
-    if budget is None:
-        budget = _default_budget(s)
-    for blocks in range(1, s.n + 1):
-        block = largest(blocks)
-        for chunk in (block, block) if fp32 or not s.gpu else (block, (block + 1) // 2):
-            found = planned(block, chunk)
-            if found.workspace <= budget:
-                return found, None
-        if block <= BLOCK_STEP:
-            return None, found.workspace
+    def candidates():
+        """As few blocks as fit and a few more: a block that fills the device in whole waves may be worth more."""
+        free = budget - 12 * s.n - sums
+        first = math.ceil(s.n * itemsize * width / free) if free > 0 else s.n
+        for blocks in (*range(1, ROUNDED_BLOCKS + 1), *range(first, first + 16), s.n):
+            block = min(s.n, BLOCK_STEP * math.ceil(math.ceil(s.n / blocks) / BLOCK_STEP))
+            yield block, block
+            if s.gpu and not fp32:
+                yield block, (block + 1) // 2
+
+    fitting = [sizes for sizes in candidates() if sum(parts_of(*sizes).values()) <= budget]
+    if not fitting:
+        return None, sum(parts_of(*[min(s.n, BLOCK_STEP)] * 2).values())
+    block, chunk = min(fitting, key=lambda sizes: seconds(*sizes))
+    flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
+    return Plan(
+        *("single_pass", width, 1, block, math.ceil(s.n / block), chunk, MappingProxyType(parts_of(block, chunk)), flops),
+        _milliseconds(s, seconds(block, chunk)),
+    ), None
 
 
-def _milliseconds(s: _Sizes, flops, traffic):
-    """GEMMs at the rate of cuBLAS, what their epilogues add, and accumulators read and written between them."""
-    if not s.gpu:
-        return None
-    return 1e3 * (flops / (TENSOR_RATE if s.itemsize < 4 else FP32_RATE) + traffic / BANDWIDTH)
+def _product(s: _Sizes, rows, epilogue=0):
+    """Seconds of a product of rows x V x D; what is done to each of its results takes that of `epilogue` more of D."""
+    return 2 * rows * s.v * (1.01 * s.d + epilogue) / (TENSOR_RATE if s.itemsize < 4 else FP32_RATE)
+
+
+@functools.lru_cache(1024)
+def _waves(rows, d):
+    """How much longer a product of few rows takes because the tiles of its last wave do not fill the device.
+
+    cuBLAS chooses among tile shapes, and divides the inner dimension (here the vocabulary) where tiles are few.
+    """
+    tiles = [math.ceil(rows / bm) * math.ceil(d / bn) for bm, bn in ((128, 256), (256, 128), (128, 192), (192, 128))]
+    parts = [k * t for t in tiles for k in (1, 2, 3, 4) if k == 1 or k * t <= 3 * PROCESSORS]
+    return min(math.ceil(t / PROCESSORS) * PROCESSORS / t for t in parts)
+
+
+def _milliseconds(s: _Sizes, seconds):
+    return 1e3 * (seconds + CALL) if s.gpu else None
 
 
 @functools.lru_cache(1024)
