@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import io
 import re
+import sys
 from typing import NamedTuple
 
 import torch
@@ -41,12 +42,16 @@ class Recorder:
     """The Triton backend of a loaded kernel module, run on CPU tensors with its launches noted instead of made."""
 
     def __init__(self, name, patch):
-        self.backend, self.configs, self.problem, self.schedule = (
+        self.backend, self.configs, self.problem, self.recompute, self.single_pass = (
             importlib.import_module(f"{name}.{module}")
-            for module in ("backends.triton", "backends.triton.configs", "problem", "schedules.recompute")
-        )
-        for module in ("fold", "dlogits", "rows"):
-            patch.setattr(importlib.import_module(f"{name}.backends.triton.{module}"), "launch", self._note)
+            for module in (
+                "backends.triton", "backends.triton.configs", "problem", "schedules.recompute", "schedules.single_pass"
+            )
+        )  # fmt: skip
+        inside = [module for name, module in sys.modules.items() if name.startswith(f"{self.backend.__name__}.")]
+        for module in inside:
+            if hasattr(module, "launch"):
+                patch.setattr(module, "launch", self._note)
         self._patch = patch
 
     def _note(self, kernel, programs, device, *args, compiled=None, **constants):
@@ -55,24 +60,42 @@ class Recorder:
             _, _, count, in_range, *_ = args
             count.fill_(self._live), in_range.fill_(1)
 
-    def step(self, row, problem, live, upstream=("nll",), **wanted):
-        """Launches by kernel name of one forward and backward with the tiles of this row of CONFIGS."""
+    def _begin(self, row, live):
         self._patch.setattr(self.configs, "config_of", lambda device: self.configs.CONFIGS[row])
         self._launches, self._live = [], live
-        e, c = problem.e, problem.c
-        gradient = torch.ones(()).expand(e.shape[0])
-        gradients = self.problem.RowGradients(
-            *(gradient if name in upstream else None for name in self.problem.RowGradients._fields)
-        )
-        fold = self.schedule.forward(self.backend, problem, **wanted)
-        self.schedule.backward(
-            *(self.backend, problem, fold, gradients, True, True, False, None),
-            *(torch.empty_like(e, memory_format=torch.contiguous_format), torch.empty_like(c), None),
-        )  # fmt: skip
+
+    def _by_name(self):
         launches = {}
         for launch in self._launches:
             launches.setdefault(launch.kernel.__name__, []).append(launch)
         return launches
+
+    def step(self, row, problem, live, upstream=("nll",), **wanted):
+        """Launches by kernel name of one forward and backward with the tiles of this row of CONFIGS."""
+        self._begin(row, live)
+        gradient = torch.ones(()).expand(problem.e.shape[0])
+        gradients = self.problem.RowGradients(
+            *(gradient if name in upstream else None for name in self.problem.RowGradients._fields)
+        )
+        fold = self.recompute.forward(self.backend, problem, **wanted)
+        self.recompute.backward(
+            self.backend, problem, fold, gradients, True, True, False, None, *_gradients_of(problem), None
+        )
+        return self._by_name()
+
+    def sweep(self, row, problem, live):
+        """The same of a weighted mean by `single_pass`, and of an upstream gradient that is not 1."""
+        self._begin(row, live)
+        weights, gradients = torch.ones(problem.e.shape[0]), _gradients_of(problem)
+        self.single_pass.loss_and_gradients(
+            self.backend, problem, weights, weights.sum(), False, None, "single_pass", *gradients
+        )
+        self.backend.scale(torch.ones(()), *gradients)
+        return self._by_name()
+
+
+def _gradients_of(problem):
+    return torch.empty_like(problem.e, memory_format=torch.contiguous_format), torch.empty_like(problem.c)
 
 
 def _argument(value, specialize):

@@ -43,15 +43,29 @@ class Options(NamedTuple):
 
 PLAIN = Options()
 SOFTCAP = Options(softcap=True)
+BIAS_SOFTCAP = Options(bias=True, softcap=True)
 SMOOTH = Options(bias=True, smooth=True, weight=True)
 STATS = Options(bias=True, stats=True)
 SMOOTH_SOFTCAP = SMOOTH._replace(softcap=True)
 STATS_SOFTCAP = STATS._replace(softcap=True)
 
 
+# The fold relative to the target's logit where nothing more is asked for, its second look at blocks where that went
+# wrong, the list of valid rows, and the fold that writes the panel of `single_pass`.
+KERNELS = {
+    "fold": {"LISTED": False, "RETRY": False, "STORE": False},
+    "fold-retry": {"RETRY": True},
+    "fold-listed": {"LISTED": True},
+    "fold-store": {"STORE": True},
+    "dlogits": {},
+    "dlogits-single": {},
+}
+SINGLE = ("fold-store", "dlogits-single")
+
+
 class Case(NamedTuple):
     arch: int | str
-    kernel: str  # "fold" over all rows, "fold-listed", "dlogits"
+    kernel: str  # one of KERNELS
     options: Options
     dtype: torch.dtype = torch.bfloat16
     d: int = 128  # 127: rows of no descriptor, and a masked last block of the hidden size
@@ -67,10 +81,13 @@ def every_case():
         for bias, softcap in itertools.product((False, True), repeat=2)
         for kind in ((False, False, False), (True, False, False), (True, True, False), (False, False, True))
     )
-    kernels, dtypes = ("fold", "fold-listed", "dlogits"), (torch.bfloat16, torch.float16, torch.float32)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for options in flags:
-        for arch, kernel, dtype, d in itertools.product(LIMITS, kernels, dtypes, (128, 127)):
-            yield Case(arch, kernel, options, dtype, d)
+        plain = not (options.smooth or options.stats)
+        for arch, kernel, dtype, d in itertools.product(LIMITS, KERNELS, dtypes, (128, 127)):
+            if plain or kernel in ("fold", "fold-listed", "dlogits"):
+                if kernel not in SINGLE or dtype != torch.float16:
+                    yield Case(arch, kernel, options, dtype, d)
 
 
 def cases():
@@ -92,6 +109,14 @@ def cases():
     for arch in (90, 80):
         yield Case(arch, "fold", STATS_SOFTCAP, torch.float32)
         yield Case(arch, "dlogits", SMOOTH_SOFTCAP, torch.float32)
+        yield Case(arch, "fold-store", BIAS_SOFTCAP, torch.float32)
+        yield Case(arch, "fold-store", BIAS_SOFTCAP, d=127)
+        yield Case(arch, "fold-retry", PLAIN)
+    for arch in (90, 100, 120, 80, 86, 89, "gfx90a", "gfx942"):
+        yield Case(arch, "fold-store", BIAS_SOFTCAP)
+    for arch in (90, 100, 80, "gfx942"):
+        yield Case(arch, "fold-store", PLAIN)
+    yield Case(90, "dlogits-single", BIAS_SOFTCAP)
 
 
 CASES = list(every_case() if os.environ.get("CCE_COMPILE_ALL") == "1" else cases())
@@ -110,15 +135,17 @@ def step(recorder, case, live=256):
         upstream += ["rest", "smooth"]
     if case.options.stats:
         upstream += ["rest", "entropy"]
+    if case.kernel in SINGLE:
+        return recorder.sweep(LIMITS[case.arch][0], problem, live)
     stats = case.options.stats
     wanted = {"want_smooth": case.options.smooth, "want_entropy": stats, "want_prediction": stats}
     return recorder.step(LIMITS[case.arch][0], problem, live, upstream, **wanted)
 
 
-def launch_of(launches, kernel):
-    name, _, listed = kernel.partition("-")
-    found = launches[f"{name}_kernel"]
-    return next(launch for launch in found if launch.constants.get("LISTED", False) == bool(listed))
+def launch_of(recorder, case):
+    """The case's kernel among those of one step, or of one sweep of `single_pass`."""
+    found = step(recorder, case)[f"{case.kernel.partition('-')[0]}_kernel"]
+    return next(launch for launch in found if KERNELS[case.kernel].items() <= launch.constants.items())
 
 
 def check(launch, arch):
@@ -135,18 +162,25 @@ def recorder(cce, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fits(recorder, case):
-    check(launch_of(step(recorder, case), case.kernel), case.arch)
+    check(launch_of(recorder, case), case.arch)
 
 
 @pytest.mark.parametrize("arch", [80, 90, "gfx942"])
 @pytest.mark.parametrize("kernel", ["select", "compact", "expand", "merge"])
 def test_row_kernels_fit(recorder, kernel, arch):
-    launches = step(recorder, Case(arch, kernel, SMOOTH, torch.float16), live=100)
+    launches = step(recorder, Case(arch, "fold", SMOOTH, torch.float16), live=100)
+    check(launches[f"{kernel}_kernel"][0], arch)
+
+
+@pytest.mark.parametrize("arch", [80, 90, "gfx942"])
+@pytest.mark.parametrize("kernel", ["offset", "compact", "factor", "expand", "scale"])
+def test_row_kernels_of_a_sweep_fit(recorder, kernel, arch):
+    launches = step(recorder, Case(arch, "fold-store", BIAS_SOFTCAP), live=100)
     check(launches[f"{kernel}_kernel"][0], arch)
 
 
 def test_a_spill_is_seen(recorder):
-    launch = launch_of(step(recorder, Case(80, "fold", PLAIN)), "fold")
+    launch = launch_of(recorder, Case(80, "fold", PLAIN))
     crowded = launch._replace(constants=launch.constants | {"num_warps": 2})
     with pytest.raises(AssertionError, match="registers spilled"):
         check(crowded, 80)
@@ -154,8 +188,9 @@ def test_a_spill_is_seen(recorder):
 
 def test_constants_come_in_the_order_of_the_signature(recorder):
     """A compiled kernel is run again with its constants by position."""
-    for options in (PLAIN, SMOOTH_SOFTCAP, STATS_SOFTCAP):
-        for launch in itertools.chain(*step(recorder, Case(90, "fold", options), live=100).values()):
+    cases = [Case(90, "fold", options) for options in (PLAIN, SMOOTH_SOFTCAP, STATS_SOFTCAP)]
+    for case in (*cases, Case(90, "fold-store", BIAS_SOFTCAP)):
+        for launch in itertools.chain(*step(recorder, case, live=100).values()):
             names = [name for name in launch.constants if not name.startswith("num_")]
             assert names == launch.kernel.arg_names[len(launch.args) :]
 
@@ -163,8 +198,7 @@ def test_constants_come_in_the_order_of_the_signature(recorder):
 def test_tuned_tiles_are_kept(recorder):
     """128 x 256 runs at the speed of cuBLAS on 9.0: the plain kernels must not lose it to an option's needs."""
     for dtype in (torch.bfloat16, torch.float16):
-        launches = step(recorder, Case(90, "fold", PLAIN, dtype))
-        for kernel, stages in (("fold", 4), ("dlogits", 3)):
-            constants = launch_of(launches, kernel).constants
+        for kernel, stages in (("fold", 4), ("dlogits", 3), *[("fold-store", 3)] * (dtype == torch.bfloat16)):
+            constants = launch_of(recorder, Case(90, kernel, PLAIN, dtype)).constants
             tile = [constants[name] for name in ("BM", "BN", "BK", "num_warps", "num_stages")]
             assert tile == [128, 256, 64, 8, stages]
