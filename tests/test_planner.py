@@ -18,8 +18,22 @@ MIB = 1 << 20
 def least(cce, *args, **kw):
     """The minimum that the error names."""
     with pytest.raises(ValueError, match="workspace") as error:
-        cce.plan(*args, workspace=0, **kw)
+        cce.plan(*args, workspace=-1, **kw)
     return max(int(word) for word in str(error.value).split() if word.isdigit())
+
+
+def calls(dtype):
+    """What distinguishes calls of one size: who can serve them, and who is to."""
+    scalar = [{"scalar": True}, {"scalar": True, "schedule": "single_pass"}]
+    return [{}, {"need_dbias": True}] + scalar * (dtype != torch.float16)
+
+
+def planned(cce, *args, **kw):
+    """The plan, or None where the workspace is too small."""
+    try:
+        return cce.plan(*args, **kw)
+    except ValueError as error:
+        assert "workspace" in str(error)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -27,35 +41,48 @@ def least(cce, *args, **kw):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_add_up_to_the_peak(cce, size, device, dtype):
     """Forward and backward parts do not live together; what is kept between them counts for both."""
-    plan = cce.plan(*size, dtype, device=device, need_dbias=True)
-    stages = {
-        stage: sum(b for name, b in plan.parts.items() if name.split(":")[0] in ("both", stage))
-        for stage in ("forward", "backward")
-    }
-    assert plan.workspace == max(stages.values())
-    assert all(isinstance(b, int) and b >= 0 for b in plan.parts.values())
-    assert {name.split(":")[0] for name in plan.parts} <= {"both", "forward", "backward"}
+    for call in calls(dtype):
+        if call.get("schedule") and 0 in size:
+            continue
+        budget = max(64 * MIB, least(cce, *size, dtype, device=device, **call))
+        plan = cce.plan(*size, dtype, device=device, workspace=budget, **call)
+        stages = {
+            stage: sum(b for name, b in plan.parts.items() if name.split(":")[0] in ("both", stage))
+            for stage in ("forward", "backward")
+        }
+        assert plan.workspace == max(stages.values())
+        assert all(isinstance(b, int) and b >= 0 for b in plan.parts.values())
+        assert {name.split(":")[0] for name in plan.parts} <= {"both", "forward", "backward"}
+        if plan.schedule == "single_pass":
+            assert plan.workspace == sum(plan.parts.values())
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_minimum_is_the_minimum(cce, size, device, dtype):
-    minimum = least(cce, *size, dtype, device=device)
-    assert cce.plan(*size, dtype, device=device, workspace=minimum).workspace <= minimum
-    if minimum:
-        with pytest.raises(ValueError, match=rf"\b{minimum}\b"):
-            cce.plan(*size, dtype, device=device, workspace=minimum - 1)
+    for call in calls(dtype):
+        if call.get("schedule") and 0 in size:
+            continue
+        minimum = least(cce, *size, dtype, device=device, **call)
+        assert cce.plan(*size, dtype, device=device, workspace=minimum, **call).workspace <= minimum
+        if minimum:
+            with pytest.raises(ValueError, match=rf"\b{minimum}\b"):
+                cce.plan(*size, dtype, device=device, workspace=minimum - 1, **call)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_budget_is_exceeded(cce, size, device):
     for dtype, factor in itertools.product(DTYPES, (1.0, 1.3, 2, 10, 100)):
-        budget = int(least(cce, *size, dtype, device=device) * factor)
-        plan = cce.plan(*size, dtype, device=device, workspace=budget)
-        assert plan.workspace <= budget
-        assert (plan.panels - 1) * plan.panel < size[1] <= plan.panels * plan.panel
+        for call in calls(dtype):
+            if call.get("schedule") and 0 in size:
+                continue
+            budget = int(least(cce, *size, dtype, device=device, **call) * factor)
+            plan = cce.plan(*size, dtype, device=device, workspace=budget, **call)
+            assert plan.workspace <= budget
+            assert (plan.panels - 1) * plan.panel < size[1] <= plan.panels * plan.panel
+            assert (plan.blocks - 1) * plan.block < max(size[0], 1) <= max(plan.blocks * plan.block, 1)
 
 
 def test_a_larger_budget_never_narrows_the_panel(cce):
@@ -65,11 +92,13 @@ def test_a_larger_budget_never_narrows_the_panel(cce):
 
 
 def test_default_budget(cce):
-    """max(64 MiB, bytes of the inputs, the minimum)."""
+    """max(64 MiB, bytes of the inputs, what panels of 4096 columns need)."""
     for n, v, d in SIZES:
         for dtype in DTYPES:
-            budget = max(64 * MIB, dtype.itemsize * (n + v) * d, least(cce, n, v, d, dtype))
-            assert cce.plan(n, v, d, dtype) == cce.plan(n, v, d, dtype, workspace=budget)
+            inputs = max(64 * MIB, dtype.itemsize * (n + v) * d)
+            plan = cce.plan(n, v, d, dtype)
+            assert plan.workspace <= inputs or plan.panel <= 4096
+            assert plan == cce.plan(n, v, d, dtype, workspace=max(inputs, plan.workspace))
 
 
 def test_panels_are_aligned(cce):
@@ -112,6 +141,83 @@ def test_the_budgets_of_the_project(cce):
         assert plan.flops == 8 * n * v * d
 
 
+BUDGETS = [int(2 ** (20 + k / 4)) for k in range(72)]
+
+
+@pytest.mark.parametrize("size", [*SIZES[:2], (65536, 128256, 2048), (8192, 256000, 2304), (300, 521, 40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_larger_budget_never_predicts_a_longer_time(cce, size, dtype):
+    plans = {budget // MIB: planned(cce, *size, dtype, workspace=budget, scalar=True) for budget in BUDGETS}
+    served = [(mib, plan.milliseconds, plan.blocks, plan.panels) for mib, plan in plans.items() if plan]
+    longer = [pair for pair in itertools.pairwise(served) if pair[1][1] > pair[0][1]]
+    assert not longer, f"(MiB, ms, blocks, panels) of less and more: {longer}"
+
+
+@pytest.mark.parametrize("size", [SIZES[0], (65536, 128256, 2048)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_auto_is_the_faster_one(cce, size, dtype):
+    """Of those that fit, by predicted time; a call that single_pass cannot serve gets the other one."""
+    chosen = set()
+    for budget in BUDGETS:
+        auto, *plans = (
+            planned(cce, *size, dtype, workspace=budget, scalar=True, schedule=schedule)
+            for schedule in ("auto", "recompute", "single_pass")
+        )
+        if auto is None:
+            assert plans == [None, None]
+            continue
+        assert auto in plans and auto.milliseconds == min(plan.milliseconds for plan in plans if plan)
+        chosen.add(auto.schedule)
+    assert "single_pass" in chosen
+    assert cce.plan(*size, dtype, workspace=BUDGETS[-1]).schedule == "recompute"
+
+
+@pytest.mark.parametrize("size", [*SIZES[:3], *SIZES[4:]])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_asked_for_schedule_has_a_default_budget(cce, size, device, dtype):
+    """Without a workspace the default is never below what the schedule needs."""
+    plan = cce.plan(*size, dtype, device=device, schedule="single_pass", scalar=True)
+    needed = least(cce, *size, dtype, device=device, schedule="single_pass", scalar=True)
+    assert plan.workspace <= max(64 * MIB, dtype.itemsize * (size[0] + size[1]) * size[2], needed)
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_operations_of_single_pass(cce, needs):
+    """The logits once, and one contraction for each gradient; fp32 dC for what many blocks add to it in 16 bits."""
+    n, v, d = 1000, 5000, 64
+    sizes = {"need_de": needs[0], "need_dc": needs[1], "scalar": True, "schedule": "single_pass"}
+    plan = cce.plan(n, v, d, torch.bfloat16, **sizes)
+    assert plan.flops == 2 * n * v * d * (1 + sum(needs))
+    small = cce.plan(n, v, d, torch.bfloat16, workspace=least(cce, n, v, d, torch.bfloat16, **sizes), **sizes)
+    assert small.block == 128 and small.blocks == 8 and small.flops == plan.flops
+    assert (4 * v * d in small.parts.values()) == needs[1]
+
+
+@pytest.mark.parametrize(
+    "call", [{}, {"scalar": True, "need_dbias": True}, {"scalar": True, "need_de": False, "need_dc": False}]
+)
+def test_single_pass_needs_a_scalar_loss_with_gradients(cce, call):
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(ValueError, match=r"single_pass.*scalar"):
+            cce.plan(100, 1000, 64, dtype, schedule="single_pass", **call)
+        assert cce.plan(100, 1000, 64, dtype, **call).schedule == "recompute"
+    with pytest.raises(ValueError, match="single_pass"):
+        cce.plan(100, 1000, 64, torch.float16, schedule="single_pass", scalar=True)
+
+
+def test_single_pass_at_the_budgets_of_the_project(cce):
+    for (n, v, d), budget in (
+        ((8192, 128256, 4096), 1126 * MIB),
+        ((8192, 256000, 2304), 2304 * MIB),
+        ((65536, 128256, 2048), 1792 * MIB),
+        ((65535, 176245, 1024), 1792 * MIB),
+    ):
+        plan = cce.plan(n, v, d, torch.bfloat16, workspace=budget, scalar=True)
+        assert plan.workspace <= budget and plan.schedule == "single_pass"
+        assert plan.flops == 6 * n * v * d
+
+
 def test_dtype_by_name(cce):
     assert cce.plan(100, 1000, 64, "bfloat16") == cce.plan(100, 1000, 64, torch.bfloat16)
     with pytest.raises(TypeError, match=r"dtype.*float64.*bfloat16.*float16.*float32"):
@@ -123,12 +229,17 @@ def test_unknown_schedule(cce):
         cce.plan(100, 1000, 64, torch.bfloat16, schedule="fast")
 
 
-def test_it_prints(cce):
-    plan = cce.plan(8192, 128256, 4096, torch.bfloat16, workspace=400 * MIB)
+@pytest.mark.parametrize("schedule", ["recompute", "single_pass"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_prints(cce, schedule, device):
+    """One line of what and how long, then bytes by name; a time only of the device that it is predicted for."""
+    options = {"device": device, "workspace": 8192 * MIB, "schedule": schedule, "scalar": True}
+    plan = cce.plan(8192, 128256, 4096, torch.bfloat16, **options)
     text = str(plan)
-    assert "recompute" in text and "peak" in text
+    assert schedule in text and "peak" in text
     assert all(name in text for name in plan.parts)
     assert math.isclose(float(text.split("peak")[1].split()[0]), plan.workspace / MIB, abs_tol=0.01)
+    assert (" ms " in text) == (device == "cuda") == (plan.milliseconds is not None)
 
 
 def test_frozen(cce):
@@ -145,9 +256,10 @@ spec = importlib.util.spec_from_file_location("planner", {os.path.join(os.path.d
 planner = sys.modules["planner"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(planner)
 for size in {SIZES!r}:
-    print(repr(planner.plan(*size, "bfloat16")))
+    print(repr(planner.plan(*size, "bfloat16")), repr(planner.plan(*size, "bfloat16", scalar=True)))
 assert "torch" not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [repr(cce.plan(*size, torch.bfloat16)) for size in SIZES]
+    plans = [[cce.plan(*size, torch.bfloat16, scalar=scalar) for scalar in (False, True)] for size in SIZES]
+    assert result.stdout.splitlines() == [" ".join(map(repr, pair)) for pair in plans]
