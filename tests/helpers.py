@@ -25,6 +25,8 @@ DEVICE = os.environ.get("CCE_TEST_DEVICE", "cpu")
 DTYPES = (torch.float16, torch.float32) if INTERPRET else (torch.bfloat16, torch.float16, torch.float32)
 SOME_DTYPES = DTYPES[:1] if INTERPRET else DTYPES
 STATS = ("logprob", "lse", "entropy", "prediction", "correct")
+# Whose plan the calls of this process follow.
+PLANNED_FOR = "cuda" if INTERPRET or DEVICE == "cuda" else "cpu"
 IGNORE = -100
 LOSS_TOLERANCE = 1e-5
 

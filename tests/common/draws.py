@@ -4,6 +4,7 @@ import math
 import re
 
 import torch
+from helpers import PLANNED_FOR
 
 UPSTREAMS = ("dense", "stride 0", "sparse", "zero")
 
@@ -36,12 +37,22 @@ def set_upstream(case, size, seed, kind_of):
         }[kind_of()]
 
 
-def least_workspace(cce, case, needs, device):
+def servable(case, needs):
+    """Whether `single_pass` serves this call of the loss."""
+    options, wanted = case.options, set(needs) - ({"bias"} if case.bias is None else set())
+    scalar = options.get("reduction", "mean" if "schedule" in options else "none") != "none"
+    more = any(options.get(name) for name in ("return_lse", "z_loss", "label_smoothing"))
+    return scalar and not more and case.e.dtype != torch.float16 and "bias" not in wanted and bool(wanted)
+
+
+def least_workspace(cce, case, needs, device=PLANNED_FOR):
     """The planner's minimum for this call."""
-    v = case.options["vocab_size"] or case.c.shape[0]
-    needs = {f"need_d{name}": name in needs for name in ("e", "c", "bias")}
+    n, v = case.targets.numel(), case.options.get("vocab_size") or case.c.shape[0]
+    sizes = {f"need_d{name}": name in needs for name in ("e", "c", "bias")}
+    schedule = case.options.get("schedule", "auto") if n else "recompute"
+    sizes |= {"device": device, "schedule": schedule, "scalar": servable(case, needs)}
     try:
-        cce.plan(case.targets.numel(), v, case.c.shape[1], case.e.dtype, device=device, workspace=-1, **needs)
+        cce.plan(n, v, case.c.shape[1], case.e.dtype, workspace=-1, **sizes)
     except ValueError as error:
         if "workspace" not in str(error):
             raise

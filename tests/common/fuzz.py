@@ -6,12 +6,11 @@ import pytest
 from common.draws import least_workspace
 from common.poison import poisoned_memory  # noqa: F401
 from common.strategies import cases
-from helpers import DEVICE, INTERPRET, check, pick
+from helpers import PLANNED_FOR, check, pick
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 PARTS = 8
 EXAMPLES = int(os.environ.get("CCE_FUZZ_EXAMPLES", pick(2000, 200)))
-PLANNED_FOR = "cuda" if INTERPRET or DEVICE == "cuda" else "cpu"
 FIRST_SEED = int(os.environ.get("CCE_FUZZ_SEED", 0)) * PARTS
 
 

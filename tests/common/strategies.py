@@ -1,7 +1,7 @@
 """Hypothesis draws calls: shapes, dtypes, layouts, options in any combination, upstream gradients."""
 
 import torch
-from common.draws import UPSTREAMS, exclude_some_classes, set_upstream
+from common.draws import UPSTREAMS, exclude_some_classes, servable, set_upstream
 from common.layouts import LAYOUTS
 from helpers import DTYPES, IGNORE, make_case, pick
 from hypothesis import strategies as st
@@ -75,5 +75,8 @@ def cases(draw, pool=None, dtypes=DTYPES):
         if t is not None and t.numel():
             setattr(case, name, draw(st.sampled_from(LAYOUTS))(t))
     inputs = ["e", "c"] + ["bias"] * (case.bias is not None)
-    needs = draw(st.lists(st.sampled_from(inputs), unique=True).map(tuple))
-    return function, case, needs or tuple(inputs), draw(st.booleans())
+    needs = draw(st.lists(st.sampled_from(inputs), unique=True).map(tuple)) or tuple(inputs)
+    if function == "linear_cross_entropy":
+        schedule = draw(st.sampled_from(["auto", "recompute", "single_pass"]))
+        case.options["schedule"] = schedule if schedule != "single_pass" or servable(case, needs) else "auto"
+    return function, case, needs, draw(st.booleans())

@@ -1,0 +1,63 @@
+"""What tests of schedule `single_pass` share: sizes, blocks as small as can be, a workspace that makes so many blocks.
+
+In the interpreter blocks of tokens are multiples of 16 here, as its tiles are, 16 classes count as frequent, and bf16
+is taught to it.
+"""
+
+import importlib
+
+import pytest
+import torch
+from common.bfloat16 import teach_bfloat16
+from common.draws import least_workspace
+from helpers import INTERPRET, PLANNED_FOR, make_case, pick
+
+N, V, D = pick((50, 521, 40), (9, 70, 20))
+# Tokens of up to three blocks, the smallest block, and a hidden size at which fewer blocks take more memory.
+MANY, STEP, NARROW = pick((300, 128, 40), (45, 16, 8))
+BOTH = ("e", "c")
+DTYPES = (torch.bfloat16, torch.float32)
+SOME = DTYPES[:1] if INTERPRET else DTYPES
+
+
+@pytest.fixture(autouse=True)
+def interpreted(cce, monkeypatch):
+    if not INTERPRET:
+        yield
+        return
+    planner = importlib.import_module(f"{cce.__name__}.planner")
+    schedule = importlib.import_module(f"{cce.__name__}.schedules.single_pass")
+    monkeypatch.setattr(planner, "BLOCK_STEP", STEP)
+    monkeypatch.setattr(planner, "FREQUENT", STEP)
+    monkeypatch.setattr(schedule, "FREQUENT", STEP)
+    teach_bfloat16(monkeypatch)
+    planner.plan.cache_clear()
+    yield
+    planner.plan.cache_clear()
+
+
+@pytest.fixture
+def uncounted(cce, monkeypatch):
+    """Nobody waits for the count of valid rows, as in a CUDA graph or in a small problem: all rows are taken."""
+    if INTERPRET:
+        monkeypatch.setattr(cce.backends.triton_backend.configs, "is_small", lambda *sizes: True)
+
+
+def single(shape, v, d, dtype=torch.float32, **options):
+    return make_case(shape, v, d, dtype, schedule="single_pass", **options)
+
+
+def with_blocks(cce, case, blocks):
+    """The case in the smallest workspace that makes no more blocks than these."""
+    n, (v, d) = case.targets.numel(), case.c.shape
+
+    def made(budget):
+        sizes = {"device": PLANNED_FOR, "schedule": "single_pass", "scalar": True}
+        return cce.plan(n, v, d, case.e.dtype, workspace=budget, **sizes).blocks
+
+    low, high = least_workspace(cce, case, BOTH), 1 << 28
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if made(middle) <= blocks else (middle + 1, high)
+    assert made(low) == blocks, f"no workspace makes {blocks} blocks, {low} bytes make {made(low)}"
+    return case.but(workspace=low)

@@ -1,0 +1,4 @@
+"""The torch backend on CPU: schedule `single_pass`."""
+
+from common.extremes import *  # noqa: F403
+from common.single_pass import *  # noqa: F403
