@@ -294,7 +294,8 @@ class _EagerSinglePass(torch.autograd.Function):
         (e, c, *_), gradients = ctx.saved_tensors, ctx.gradients
         ctx.gradients = None
         if gradients is None:
-            _, *gradients = single_pass_forward._init_fn(*ctx.saved_tensors, *ctx.options)
+            with torch.no_grad():
+                _, *gradients = single_pass_forward._init_fn(*ctx.saved_tensors, *ctx.options)
         if torch.is_grad_enabled():
             gradients = scaled(e, c, *gradients, upstream)
         else:

@@ -34,9 +34,10 @@ DEFAULT_WORKSPACE = 64 * MIB
 DEFAULT_PANEL = 4096
 # Tokens of a block are a multiple of this, and no fewer: the tallest tile of the kernels.
 BLOCK_STEP = 128
-# Of an H200: dense 16-bit and IEEE fp32 products, operations a second; sums that a product adds to, bytes a second (most
-# of that traffic lies under the product); multiprocessors; what a call takes besides, in seconds.
-TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS, CALL = 680e12, 40e12, 14e12, 132, 3e-4
+# Of an H200: dense 16-bit and IEEE fp32 products, operations a second; sums that products add to, bytes a second (part of
+# that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens.
+TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 680e12, 40e12, 7e12, 132
+CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
 # dC summed over no more blocks than this is rounded to 16 bits after each, save the rows of the FREQUENT ids with most
 # targets; over more blocks all of it is kept in fp32.
 ROUNDED_BLOCKS = 4
@@ -189,7 +190,7 @@ def _recompute(s: _Sizes, budget):
         width, panels = _panel_columns(s.v, max(narrowest, (budget - held) // rate // PANEL_STEP * PANEL_STEP))
         parts |= {key: size * width for key, size in per_column.items() if size}
         time += _product(s, s.valid, epilogue=150) + _product(s, s.valid) * (s.need_de + s.need_dc)
-        time += 8 * panels * s.valid * s.d * s.need_de / SUM_RATE
+        time += panels * (PANEL + 8 * s.valid * s.d * s.need_de / SUM_RATE)
     return Plan(
         *("recompute", width, panels, s.valid, 1, s.valid, MappingProxyType(parts), flops), _milliseconds(s, time)
     ), None
@@ -220,9 +221,10 @@ def _single_pass(s: _Sizes, budget):
         return {key: size for key, size in parts.items() if size}
 
     def seconds(block, chunk):
-        rounded = math.ceil(s.n / block) <= ROUNDED_BLOCKS and not fp32
+        blocks = math.ceil(s.n / block)
         time = _product(s, s.n, epilogue=110) + _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc)
-        return time + (math.ceil(s.n / block) - 1) * s.v * s.d * s.need_dc * (4 if rounded else 8) / SUM_RATE
+        rounded = blocks <= ROUNDED_BLOCKS and not fp32
+        return time + blocks * BLOCK + (blocks - 1) * s.v * s.d * s.need_dc * (4 if rounded else 8) / SUM_RATE
 
     def candidates():
         """As few blocks as fit and a few more: a block that fills the device in whole waves may be worth more."""
@@ -239,8 +241,9 @@ def _single_pass(s: _Sizes, budget):
         return None, sum(parts_of(*[min(s.n, BLOCK_STEP)] * 2).values())
     block, chunk = min(fitting, key=lambda sizes: seconds(*sizes))
     flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
+    parts = MappingProxyType(parts_of(block, chunk))
     return Plan(
-        *("single_pass", width, 1, block, math.ceil(s.n / block), chunk, MappingProxyType(parts_of(block, chunk)), flops),
+        *("single_pass", width, 1, block, math.ceil(s.n / block), chunk, parts, flops),
         _milliseconds(s, seconds(block, chunk)),
     ), None
 

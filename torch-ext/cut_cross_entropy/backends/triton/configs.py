@@ -25,8 +25,8 @@ class Tile(NamedTuple):
 class Config(NamedTuple):
     """`fold` and `dlogits` multiply the same operands and differ in their epilogues.
 
-    `heavy` leaves the fold of label smoothing and the gradient of a softcap the registers that a larger accumulator
-    would make them spill, `pointers` does so for the addresses of rows that are not aligned; `fp32` is IEEE arithmetic.
+    `heavy` leaves the online fold of label smoothing and a large softcap the registers that a larger accumulator would
+    make them spill, `pointers` does so for the addresses of rows that are not aligned; `fp32` is IEEE arithmetic.
     """
 
     fold: Tile
@@ -41,7 +41,7 @@ class Config(NamedTuple):
         if dtype == torch.float32:
             return self.fp32
         if not described:
-            return self.pointers
+            return self.pointers._replace(BN=64) if heavy else self.pointers
         return self.heavy if heavy else getattr(self, kernel)
 
 
@@ -89,11 +89,6 @@ def config_of(device):
 @functools.cache
 def processors_of(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def fold_group(row_blocks, processors):
-    """Row blocks of the fold side by side: half the programs in flight where there are more blocks than programs."""
-    return processors // 2 if row_blocks > processors else GROUP
 
 
 def is_small(n, v, d, device):

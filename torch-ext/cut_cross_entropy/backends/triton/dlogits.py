@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import configs
 from .launch import launch
-from .logits import grouped, logit_arguments, store_tile, tile_dot, transform
+from .logits import grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
 from .math import LN2, LOG2E, exp, expm1
 
 
@@ -30,7 +30,7 @@ def row_vector(values, o_m, m_m, stride, PRESENT: tl.constexpr):
 @triton.jit
 def gradient(
     x, log_p, w, z, a, smooth, entropy, h, outer,
-    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """(a - entropy * (log p + H)) * x - smooth * w, times 1 - tanh^2 under a softcap."""
     dz = a * x
@@ -38,7 +38,7 @@ def gradient(
         dz -= entropy * x * tl.where(log_p == float("-inf"), 0.0, log_p + h)
     if HAS_SMOOTH:
         dz -= smooth * w
-    if HAS_SOFTCAP:
+    if SOFTCAP > 0:
         dz *= 1.0 - (z / outer) * (z / outer)
     return dz
 
@@ -53,7 +53,7 @@ def dlogits_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, PANEL_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_UNIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_UNIT: tl.constexpr,
     HAS_NLL: tl.constexpr, HAS_REST: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     if needed is not None:
@@ -70,7 +70,7 @@ def dlogits_kernel(
             e, c, i_m, tl.minimum(o_m, live - 1).to(tl.int64), i_v, V, D, stride_e, stride_c,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
-        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, HAS_SOFTCAP)
+        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
 
         m_m = o_m < tl.load(count)
         o_n = tl.load(rows + o_m, mask=m_m, other=0).to(tl.int64)
@@ -96,7 +96,7 @@ def dlogits_kernel(
         b_dz = gradient(
             tl.exp2(b_above), LN2 * (b_above - tl.log2(b_s)[:, None]), b_w[None, :], b_z,
             ((b_nll + b_rest) / b_s)[:, None], b_smooth[:, None],
-            (b_entropy / b_s)[:, None], b_h[:, None], outer, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+            (b_entropy / b_s)[:, None], b_h[:, None], outer, SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
         )  # fmt: skip
         if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
             b_log_py = -row_vector(loss, o_n, m_m, 1, True)
@@ -106,7 +106,7 @@ def dlogits_kernel(
                 b_wy = row_vector(weight, tl.maximum(b_y, 0), m_m, 1, True)
             b_dzy = gradient(
                 1.0, b_log_py, b_wy, (b_m + tl.log2(b_s)) + LOG2E * b_log_py, b_nll * expm1(b_log_py) + b_rest * b_py,
-                b_smooth, b_entropy * b_py, b_h, outer, HAS_SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+                b_smooth, b_entropy * b_py, b_h, outer, SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
             )  # fmt: skip
             b_dz = tl.where(o_v[None, :] == b_y[:, None], b_dzy[:, None], b_dz)
         store_tile(panel, b_dz, i_m, i_t * BN, live, width, stride_panel, BM, BN, PANEL_DESCRIPTOR)
@@ -119,7 +119,7 @@ def dlogits(problem, e, fold, gradients, live, unit, panel, needed=None):
     """
     c, device = problem.c, e.device
     config = configs.config_of(device)
-    tile = config.tile("dlogits", e.dtype, heavy=problem.softcap is not None)
+    tile = config.tile("dlogits", e.dtype, heavy=softcap_kind(problem) == 2)
     (bias, inner, outer), flags = logit_arguments(problem)
     e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
     c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from ...problem import RowGradients
-from . import configs
 from .dlogits import dlogits
 from .fold import fold
 from .launch import launch
@@ -26,7 +25,7 @@ from .math import LOG2E, expm1
 @triton.jit(do_not_specialize=["N", "ignore_index"])
 def factor_kernel(
     targets, nll, m, s, weights, divisor, overflow, panel, factors, N, ignore_index, factor, outer, stride_panel,
-    HAS_WEIGHTS: tl.constexpr, HAS_DIVISOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_DIVISOR: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_y = tl.load(targets + o_n, mask=o_n < N, other=ignore_index).to(tl.int64)
@@ -40,7 +39,7 @@ def factor_kernel(
         total = tl.load(divisor)
         b_g = tl.where(total == 0.0, 0.0, b_g / total)
     b_x = b_s * expm1(-b_nll)
-    if HAS_SOFTCAP:
+    if SOFTCAP > 0:
         b_z = (tl.load(m + o_n, mask=valid, other=0.0) + tl.log2(b_s)) - LOG2E * b_nll
         b_x *= 1.0 - (b_z / outer) * (b_z / outer)
     # After an overflow the panel holds the gradient of nll itself.
@@ -71,6 +70,6 @@ def exponentials(problem, count, counted, panel, weights, divisor):
         factor_kernel, triton.cdiv(n, 128), device,
         problem.targets, out.nll, out.m, out.s, weights, divisor, overflow, panel, factors, n, problem.ignore_index,
         problem.scale / problem.temperature, outer, panel.stride(0),
-        HAS_WEIGHTS=weights is not None, HAS_DIVISOR=divisor is not None, HAS_SOFTCAP=flags["HAS_SOFTCAP"], BLOCK=128,
+        HAS_WEIGHTS=weights is not None, HAS_DIVISOR=divisor is not None, SOFTCAP=flags["SOFTCAP"], BLOCK=128,
     )  # fmt: skip
     return out.nll, factors

@@ -1,20 +1,24 @@
-"""The fold: one pass over the vocabulary that keeps, per row, the target's logit, the max over all classes and the sum
-of exponentials over all other classes.
+"""The fold: one pass over the vocabulary that keeps, per row, the target's logit and the sum of exponentials over all
+other classes, relative to an offset m.
 
 Exponentials are base 2, and logits in units of log2(e). For each tile of logits, still in registers, with the target's
-column taken out where it goes by:
+column taken out where it goes by, either of
 
-    m' = max(m, max_v z_v)      s' = s * 2^(m - m') + sum_{v != y} 2^(z_v - m')
+    relative    s += sum_{v != y} 2^(z_v - m)                            m is the target's logit, known beforehand
+    online      m' = max(m, max_v z_v)    s' = s * 2^(m - m') + sum_{v != y} 2^(z_v - m')
 
 and at the end
 
-    loss = log(1 + s) where the target's logit is the max, else (m - z_y) + log(s + 2^(z_y - m))
+    loss = log(1 + s * 2^(m - z_y))    or, where m is far above z_y,    (m - z_y) + log(s + 2^(z_y - m))
 
 which keeps the loss of a confident token, and with it its gradient, to full relative precision, and is never negative.
+Online is for options that need the max, for passes so small that knowing the target's logit is not worth a launch, and
+for the rare rows whose target lies so far below the max that `relative` leaves its range: they are folded again.
 
 A program owns one block of rows and one split of the vocabulary; `merge_kernel` combines the splits in order. Reads
 e once per split and c once per row block (from L2 where GROUP row blocks run side by side); writes 8 bytes per row and
-split. The options add per row: sum w z (label smoothing), sum 2^(z - m)(z - m) (entropy), argmax.
+split, and the exponentials themselves where there is a panel to hold them. The options add per row: sum w z (label
+smoothing under a softcap), sum 2^(z - m)(z - m) (entropy), argmax.
 """
 
 import torch
@@ -25,24 +29,13 @@ from ...planner import forward_splits
 from ...problem import Fold
 from . import configs
 from .launch import launch
-from .logits import grouped, logit_arguments, store_tile, tile_dot, transform
-from .math import LN2, log1p, tanh
+from .logits import grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
+from .merge import base_of, is_dense, merge_kernel
+from .offsets import offsets
 
 # Sums of exponentials beyond this are of an offset too far below the largest logit (55 nats): products of them with
 # the row's coefficient could leave the range of fp32 and bf16.
 OVERFLOW: tl.constexpr = tl.constexpr(2.0**80)
-
-
-@triton.jit
-def base_of(b_m):
-    """The max as an offset that can be subtracted: 0 while every logit so far is -inf."""
-    return tl.where(b_m == float("-inf"), 0.0, b_m)
-
-
-@triton.jit
-def is_dense(count, N, DENSE: tl.constexpr):
-    """At least DENSE / 8 of the rows are valid: then the fold runs over all of them."""
-    return tl.load(count).to(tl.int64) * 8 >= N.to(tl.int64) * DENSE
 
 
 @triton.jit
@@ -69,39 +62,12 @@ def overflows(b_k, b_s):
     return (b_s > OVERFLOW) | (b_k == float("-inf"))
 
 
-@triton.jit(do_not_specialize=["V", "ignore_index"])
-def offset_kernel(
-    e, c, bias, targets, offset, overflow, V, D, inner, outer, stride_e, stride_c, ignore_index,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """offset = the target's logit, as a product of vectors; +inf, relative to which nothing counts, where ignored."""
-    i_n = tl.program_id(0)
-    if overflow is not None:
-        tl.store(overflow, 0, mask=i_n == 0)
-    y = tl.load(targets + i_n).to(tl.int64)
-    valid = (y != ignore_index) & (y >= 0) & (y < V)
-    y = tl.where(valid, y, 0)
-    b_dot = tl.zeros([BLOCK], dtype=tl.float32)
-    for i_d in range(0, D, BLOCK):
-        o_d = i_d + tl.arange(0, BLOCK)
-        b_e = tl.load(e + i_n.to(tl.int64) * stride_e + o_d, mask=(o_d < D) & valid, other=0.0)
-        b_c = tl.load(c + y * stride_c + o_d, mask=(o_d < D) & valid, other=0.0)
-        b_dot += b_e.to(tl.float32) * b_c.to(tl.float32)
-    z = tl.sum(b_dot, 0)
-    if HAS_BIAS:
-        z += tl.load(bias + y).to(tl.float32)
-    z *= inner
-    if HAS_SOFTCAP:
-        z = outer * tanh(z)
-    tl.store(offset + i_n, tl.where(valid, z, float("inf")))
-
-
 @triton.jit
 def fold_relative(
     e, c, bias, panel, b_k, b_y, i_m, o_m, first, last, N, V, D, inner, outer, stride_e, stride_c, stride_panel,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
-    FLATTEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    FLATTEN: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     STORE: tl.constexpr, PANEL_DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     """Relative to a known offset k: s = sum_{v != y} 2^(z_v - k), and z_y. With STORE the terms go to the panel."""
@@ -114,11 +80,11 @@ def fold_relative(
             e, c, i_m, o_m, i_v, V, D, stride_e, stride_c,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
-        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, HAS_SOFTCAP)
+        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
         b_x = tl.exp2(b_z - b_k[:, None])
         if STORE:
             b_stored = b_x
-            if HAS_SOFTCAP:
+            if SOFTCAP > 0:
                 b_stored = b_x * (1.0 - (b_z / outer) * (b_z / outer))
             store_tile(panel, b_stored, i_m, i_v, N, V, stride_panel, BM, BN, PANEL_DESCRIPTOR)
         # Both branches hand on row vectors alone: a tile that left them would be copied register by register.
@@ -140,7 +106,7 @@ def fold_online(
     e, c, bias, weight, b_y, i_m, o_m, first, last, V, D, inner, outer, stride_e, stride_c,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
-    FLATTEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    FLATTEN: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
     """Relative to a running max m: m, s, z_y, and what the options ask for."""
@@ -157,7 +123,7 @@ def fold_online(
             e, c, i_m, o_m, i_v, V, D, stride_e, stride_c,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
-        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, HAS_SOFTCAP)
+        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
         if WANT_SMOOTH:
             b_wz = b_z
             if HAS_WEIGHT:
@@ -196,10 +162,10 @@ def fold_kernel(
     N, V, D, splits, inner, outer,
     stride_e, stride_c, stride_panel,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
-    LISTED: tl.constexpr, COUNTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr,
-    PRECISION: tl.constexpr, FLATTEN: tl.constexpr, RELATIVE: tl.constexpr, RETRY: tl.constexpr,
-    STORE: tl.constexpr, PANEL_DESCRIPTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    LISTED: tl.constexpr, COUNTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
+    EVEN_D: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+    RELATIVE: tl.constexpr, RETRY: tl.constexpr, STORE: tl.constexpr, PANEL_DESCRIPTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
     i_m, i_s = grouped(tl.program_id(0), tl.cdiv(N, BM), splits, GROUP)
@@ -230,7 +196,7 @@ def fold_kernel(
         b_m = tl.load(offset + o_m, mask=m_m, other=float("inf"))
         b_s, b_target = fold_relative(
             e, c, bias, panel, b_m, b_y, i_m, o_m, first, last, N, V, D, inner, outer, stride_e, stride_c, stride_panel,
-            BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION, FLATTEN, HAS_BIAS, HAS_SOFTCAP,
+            BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION, FLATTEN, HAS_BIAS, SOFTCAP,
             STORE, PANEL_DESCRIPTOR,
         )  # fmt: skip
         if STORE:
@@ -244,7 +210,7 @@ def fold_kernel(
                 return
         b_m, b_s, b_target, b_weighted, b_tilt, b_argmax = fold_online(
             e, c, bias, weight, b_y, i_m, o_m, first, last, V, D, inner, outer, stride_e, stride_c,
-            BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION, FLATTEN, HAS_BIAS, HAS_SOFTCAP,
+            BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION, FLATTEN, HAS_BIAS, SOFTCAP,
             HAS_WEIGHT, WANT_SMOOTH, WANT_ENTROPY, WANT_ARGMAX,
         )  # fmt: skip
         if WANT_SMOOTH:
@@ -258,81 +224,25 @@ def fold_kernel(
     tl.store(target_logit + o_m, b_target, mask=m_target)
 
 
-@triton.jit(do_not_specialize=["N", "V", "splits", "splits_listed", "ignore_index"])
-def merge_kernel(
-    targets, part_m, part_s, part_weighted, part_tilt, part_argmax, total_weight,
-    nll,  # [N], comes as the target's logit
-    lse, smooth, entropy, prediction, m, s,  # [N] each
-    count, N, V, splits, splits_listed, ignore_index,
-    HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
-    DENSE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    m_n = o_n < N
-    valid = tl.load(targets + o_n, mask=m_n, other=0).to(tl.int64) != ignore_index
-    m_v = m_n & valid
-    b_m = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    b_s = tl.zeros([BLOCK], dtype=tl.float32)
-    b_weighted = tl.zeros([BLOCK], dtype=tl.float32)
-    b_tilt = tl.zeros([BLOCK], dtype=tl.float32)
-    b_argmax = tl.zeros([BLOCK], dtype=tl.int32)
-    o_part = o_n.to(tl.int64)
-    if not is_dense(count, N, DENSE):
-        splits = splits_listed
-    for _ in range(0, splits):
-        b_top = tl.load(part_m + o_part, mask=m_v, other=float("-inf"))
-        b_add = tl.load(part_s + o_part, mask=m_v, other=0.0)
-        b_new = tl.maximum(b_m, b_top)
-        b_base = base_of(b_new)
-        b_decay, b_gain = tl.exp2(b_m - b_base), tl.exp2(b_top - b_base)
-        if WANT_SMOOTH:
-            b_weighted += tl.load(part_weighted + o_part, mask=m_v, other=0.0)
-        if WANT_ENTROPY:
-            b_more = tl.load(part_tilt + o_part, mask=m_v, other=0.0)
-            b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
-            b_fall = tl.where(b_top == float("-inf"), 0.0, b_top - b_base)
-            b_tilt = b_decay * (b_tilt + b_s * b_drop) + b_gain * (b_more + b_add * b_fall)
-        if WANT_ARGMAX:
-            b_at = tl.load(part_argmax + o_part, mask=m_v, other=0)
-            b_argmax = tl.where(b_top > b_m, b_at, b_argmax)
-        b_s = b_s * b_decay + b_add * b_gain
-        b_m = b_new
-        o_part += N
-    b_target = tl.load(nll + o_n, mask=m_v, other=0.0)
-    b_ahead = b_m - b_target
-    b_gain = tl.exp2(-b_ahead)
-    b_nll = tl.where(b_ahead < 60.0, log1p(b_s * tl.exp2(b_ahead)), LN2 * (b_ahead + tl.log2(b_s + b_gain)))
-    b_s += b_gain
-    if WANT_ENTROPY:
-        b_tilt -= tl.where(b_gain > 0.0, b_gain * b_ahead, 0.0)
-    b_lse = LN2 * (b_m + tl.log2(b_s))
-    tl.store(nll + o_n, tl.where(valid, b_nll, 0.0), mask=m_n)
-    tl.store(lse + o_n, tl.where(valid, b_lse, 0.0), mask=m_n)
-    tl.store(m + o_n, tl.where(valid, b_m, 0.0), mask=m_n)
-    tl.store(s + o_n, tl.where(valid, b_s, 1.0), mask=m_n)
-    if WANT_SMOOTH:
-        total = V.to(tl.float32)
-        if HAS_WEIGHT:
-            total = tl.load(total_weight)
-        tl.store(smooth + o_n, tl.where(valid, total * b_lse - LN2 * b_weighted, 0.0), mask=m_n)
-    if WANT_ENTROPY:
-        tl.store(entropy + o_n, tl.where(valid, LN2 * (tl.log2(b_s) - b_tilt / b_s), 0.0), mask=m_n)
-    if WANT_ARGMAX:
-        tl.store(prediction + o_n, tl.where(valid, b_argmax, -1).to(tl.int64), mask=m_n)
-
-
 def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, overflow=None, counted=False):
     """Fold the logits of all rows, or of the `count` rows listed.
 
-    With a `panel` [N, >= V], of every row, or with `counted` of the first `count`: panel[i, v] = 2^(z_v - m), and the int32 [1] `overflow` becomes 1 where that
-    would leave its range; the panel is then not to be used, while everything returned is right.
+    With a `panel` [N, >= V], of every row, or with `counted` of the first `count`: panel[i, v] = 2^(z_v - m), and the
+    int32 [1] `overflow` becomes 1 where that would leave its range; the panel is then not to be used, while everything
+    returned is right.
     """
     e, c = problem.e, problem.c
     (n, d), v, device = e.shape, c.shape[0], e.device
     config = configs.config_of(device)
     aligned, store = configs.describable(e) and configs.describable(c), panel is not None
-    heavy = want_smooth or store and problem.softcap is not None
-    tile = config.tile("dlogits" if store else "fold", e.dtype, heavy, aligned)
+    once = store or configs.is_small(n, v, d, device)
+    # Without a softcap the sum of all logits is one product of vectors per row.
+    linear = want_smooth and not once and problem.softcap is None
+    online = want_entropy or want_prediction or want_smooth and not linear
+    # An offset known beforehand saves the running max, where that is worth the launches.
+    relative = store or not (online or once)
+    heavy = softcap_kind(problem) == 2 or want_smooth and not linear
+    tile = config.tile("dlogits" if store else "fold", e.dtype, heavy or online and not aligned, aligned)
     row_blocks, processors = triton.cdiv(n, tile.BM), configs.processors_of(device)
     splits = forward_splits(n, v, d, block_m=tile.BM, block_n=tile.BN, processors=processors)
 
@@ -346,38 +256,35 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)
     most = max(splits)
     part_m, part_s = new(2, most, n).unbind()
-    part_weighted, part_tilt = new(most, n, wanted=want_smooth), new(most, n, wanted=want_entropy)
+    part_weighted = new(1 if linear else most, n, wanted=want_smooth)
+    part_tilt = new(most, n, wanted=want_entropy)
     part_argmax = new(most, n, wanted=want_prediction, dtype=torch.int32)
     weighted = want_smooth and problem.weight is not None
-    wants = dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth, WANT_ENTROPY=want_entropy, WANT_ARGMAX=want_prediction)
-    scalars, flags = logit_arguments(problem)
-    bias, *scalars = scalars
-    once = store or configs.is_small(n, v, d, device)
-    # An offset known beforehand saves the running max, where that is worth the launches.
-    relative = store or not (want_smooth or want_entropy or want_prediction or once)
-    if relative:
-        # Lives in m, which only the merge writes.
-        launch(
-            offset_kernel, n, device, e, c, bias, problem.targets, m, overflow, v, d, *scalars,
-            e.stride(0), c.stride(0), problem.ignore_index, **flags, BLOCK=1024,
-        )  # fmt: skip
+    wants = dict(
+        HAS_WEIGHT=weighted and online, WANT_SMOOTH=want_smooth and online,
+        WANT_ENTROPY=want_entropy, WANT_ARGMAX=want_prediction,
+    )  # fmt: skip
+    (bias, *scalars), flags = logit_arguments(problem)
+    if relative or linear:
+        # The offset lives in m, which only the merge writes.
+        offsets(problem, m, overflow, part_weighted if linear else None)
     c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
     e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
     panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config) if store else (None, False)
     dense = 0 if once else configs.DENSE
 
     def run(listed=False, relative=False, retry=False):
-        described = e_descriptor and not listed
+        from_descriptor = e_descriptor and not listed
         launch(
             fold_kernel, row_blocks * splits[listed], device,
-            e_operand if described else e, c_operand, bias, problem.weight, problem.targets, rows, count,
+            e_operand if from_descriptor else e, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
             panel_operand if relative else None, overflow if relative else None,
             n, v, d, splits[listed], *scalars, e.stride(0), c.stride(0), panel.stride(0) if store else 0,
-            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.fold_group(row_blocks, processors),
+            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP,
             DENSE=dense, LISTED=listed, COUNTED=counted,
-            E_DESCRIPTOR=described, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
-            PRECISION=configs.precision_of(e.dtype), FLATTEN=described and c_descriptor,
+            E_DESCRIPTOR=from_descriptor, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
+            PRECISION=configs.precision_of(e.dtype), FLATTEN=from_descriptor and c_descriptor,
             RELATIVE=relative, RETRY=retry, STORE=store and relative, PANEL_DESCRIPTOR=panel_descriptor and relative,
             **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -391,7 +298,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         merge_kernel, triton.cdiv(n, 128), device,
         problem.targets, part_m, part_s, part_weighted, part_tilt, part_argmax,
         problem.weight.float().sum() if weighted else None,
-        nll, lse, smooth, entropy, prediction, m, s, count, n, v, *splits, problem.ignore_index, **wants,
-        DENSE=dense, BLOCK=128,
+        nll, lse, smooth, entropy, prediction, m, s, count, n, v, *splits, problem.ignore_index,
+        **wants | dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth), LINEAR=linear, DENSE=dense, BLOCK=128,
     )  # fmt: skip
     return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)

@@ -180,4 +180,5 @@ def scale(upstream, *gradients):
     for gradient in gradients:
         programs = min(8 * configs.processors_of(gradient.device), triton.cdiv(gradient.numel(), 4096))
         if programs:
-            launch(scale_kernel, programs, gradient.device, upstream, gradient, gradient.numel(), BLOCK=4096, num_warps=8)
+            sizes = dict(BLOCK=4096, num_warps=8)
+            launch(scale_kernel, programs, gradient.device, upstream, gradient, gradient.numel(), **sizes)
