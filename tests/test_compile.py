@@ -26,6 +26,8 @@ def gradients(function, case, **options):
 
 OPTIONS = {
     "plain": {},
+    "recompute": {"schedule": "recompute"},
+    "single_pass": {"schedule": "single_pass", "softcap": 5.0, "vocab_size": V - 3, "reduction": "sum", "shift": True},
     "none": {"reduction": "none", "return_lse": True},
     "all": {
         "reduction": "mean", "softcap": 5.0, "logit_scale": 0.5, "temperature": 0.7, "label_smoothing": 0.1,
@@ -110,11 +112,12 @@ def test_inductor(cce):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_operators_pass_opcheck(cce):
+@pytest.mark.parametrize("schedule", ["recompute", "single_pass"])
+def test_operators_pass_opcheck(cce, schedule):
     """Schema, autograd registration, fakes against the real outputs, and tracing with dynamic shapes."""
     case = make_case(12, V, D, bias=True)
     e, c, bias = (t.requires_grad_() for t in (case.e, case.c, case.bias))
-    calls = []
+    calls, options = [], {"softcap": 5.0, "vocab_size": V - 2, "schedule": schedule}
 
     class Record(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -123,13 +126,54 @@ def test_operators_pass_opcheck(cce):
             return function(*args, **(kwargs or {}))
 
     with Record():
-        loss, lse = cce.linear_cross_entropy(
-            e, c, case.targets, bias, softcap=5.0, label_smoothing=0.1, vocab_size=V - 2, return_lse=True
-        )
-        (loss + lse.sum()).backward()
+        if schedule == "single_pass":
+            cce.linear_cross_entropy(
+                e, c, case.targets, bias.detach(), token_weight=torch.rand(12), **options
+            ).backward()
+        else:
+            options |= {"label_smoothing": 0.1, "return_lse": True}
+            loss, lse = cce.linear_cross_entropy(e, c, case.targets, bias, **options)
+            (loss + lse.sum()).backward()
     assert len({function for function, *_ in calls}) == 2, [str(function) for function, *_ in calls]
     for function, args, kwargs in calls:
         torch.library.opcheck(function, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("needs", [("e",), ("c",), ("e", "c")])
+def test_compiled_single_pass(cce, needs):
+    """Frozen sides, an upstream gradient that is not 1, weights and a divisor."""
+    case = make_case(40, V, D, ignored=0.3)
+    compiled = torch.compile(cce.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    options = {"schedule": "single_pass", "token_weight": torch.rand(40), "num_items": torch.tensor(17)}
+    results = []
+    for function in (compiled, cce.linear_cross_entropy):
+        leaves = {name: getattr(case, name).clone().requires_grad_(name in needs) for name in ("e", "c")}
+        loss = function(targets=case.targets, **leaves, **options) * -2.5
+        results.append((loss.detach(), *torch.autograd.grad(loss, [leaves[name] for name in needs])))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_compiled_single_pass_refuses_what_eager_refuses(cce):
+    case = make_case(12, V, D)
+    compiled = torch.compile(cce.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="schedule.*single_pass.*z_loss"):
+        compiled(case.e.requires_grad_(), case.c, case.targets, schedule="single_pass", z_loss=0.1)
+    with pytest.raises(ValueError, match="workspace"):
+        compiled(case.e, case.c, case.targets, schedule="single_pass", workspace=1)
+
+
+def test_inductor_single_pass(cce):
+    """Ignored rows exactly 0, NaN in them or not."""
+    compiled = torch.compile(cce.linear_cross_entropy, fullgraph=True, dynamic=True)
+    for n in (64, 37):
+        case = make_case(n, V, D, ignored=0.5)
+        ignored = case.targets == -100
+        case.e[ignored] = float("nan")
+        got = gradients(compiled, case, schedule="single_pass")
+        assert (got[1][ignored] == 0).all()
+        for a, b in zip(got, gradients(cce.linear_cross_entropy, case, schedule="single_pass"), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_fake_tensors(cce):
@@ -141,6 +185,11 @@ def test_fake_tensors(cce):
         loss, lse = cce.linear_cross_entropy(e, c, targets, reduction="none", return_lse=True)
         assert loss.shape == lse.shape == (2**20,) and loss.dtype == lse.dtype == torch.float32
         loss.sum().backward()
+        assert e.grad.shape == e.shape and c.grad.dtype == torch.bfloat16
+        e.grad = c.grad = None
+        loss = cce.linear_cross_entropy(e, c, targets, schedule="single_pass")
+        loss.backward()
+        assert loss.shape == () and loss.dtype == torch.float32
         assert e.grad.shape == e.shape and c.grad.dtype == torch.bfloat16
         stats = cce.linear_token_stats(e, c, targets)
         assert stats.prediction.dtype == torch.int64 and stats.correct.dtype == torch.bool
