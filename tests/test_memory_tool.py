@@ -22,12 +22,26 @@ def test_formulas(llama):
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("dtype", memory.ITEMSIZE)
-def test_leanest_is_the_smallest_budget_the_planner_accepts(cce, dtype, device):
+@pytest.mark.parametrize("schedule", ["recompute", "single_pass"])
+def test_leanest_is_the_smallest_budget_the_planner_accepts(cce, schedule, dtype, device):
+    if (schedule, dtype) == ("single_pass", "float16"):
+        pytest.skip("single_pass has no panel of fp16")
     sizes = memory.Sizes(1000, 5003, 320, dtype, cce.plan, device)
-    lean = sizes.leanest()
-    assert sizes.planned(lean, "recompute").workspace <= lean
+    lean = sizes.leanest(schedule)
+    assert sizes.planned(lean, schedule).workspace <= lean
     with pytest.raises(ValueError, match="workspace"):
-        sizes.planned(lean - 1, "recompute")
+        sizes.planned(lean - 1, schedule)
+
+
+@pytest.mark.parametrize("n, v, d", [(32768, 128256, 4096), (1, 1, 1), (7, 176245, 1024), (65535, 1000, 8)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_block_curve_rises_from_the_leanest_plan_to_one_block(cce, n, v, d, dtype):
+    sizes = memory.Sizes(n, v, d, dtype, cce.plan)
+    plans = sizes.block_plans()
+    blocks, bytes_ = [plan.block for plan in plans], [plan.workspace for plan in plans]
+    assert blocks == sorted(set(blocks)) and bytes_ == sorted(bytes_)
+    assert plans[-1].blocks == 1 and plans[0].workspace <= sizes.leanest("single_pass")
+    assert {plan.schedule for plan in plans} == {"single_pass"}
 
 
 @pytest.mark.parametrize("n, v, d", [(32768, 128256, 4096), (1, 1, 1), (7, 176245, 1024), (65535, 1000, 8)])
@@ -45,8 +59,14 @@ def test_panel_curve_rises_from_the_leanest_plan_to_one_panel(cce, n, v, d, dtyp
 def test_report(llama):
     text = memory.report(llama)
     assert "materialized        23.5 GiB" in text
-    assert str(llama.planned()) in text
+    assert str(llama.planned()) in text and str(llama.planned(scalar=False)) in text
+    assert all(f"{plan.blocks:<16}{plan.block:>12}" in text for plan in llama.block_plans())
     assert f"blocks of {llama.knee()}" in text
+
+
+def test_report_of_a_dtype_that_single_pass_does_not_serve(cce):
+    text = memory.report(memory.Sizes(1000, 5003, 320, "float16", cce.plan))
+    assert "single_pass" not in text and "recompute" in text
 
 
 @pytest.mark.parametrize(

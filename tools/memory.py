@@ -7,11 +7,12 @@ Over the inputs e [N, D] and c [V, D] and the two returned gradients, for inputs
     token blocks    b B V + 4 V D     logits of B tokens at a time; every block adds to the whole of dC, in fp32
     panels          b N B + 4 N D     logits of B vocabulary columns at a time; every panel adds to the whole of dE
 
-The last line is this project's, and its bytes are not this formula's but the planner's. An fp32 gradient is its own
-accumulator and costs no second one.
+The last two lines are this project's `single_pass` and `recompute`, and their bytes are not these formulas' but the
+planner's. An fp32 gradient is its own accumulator and costs no second one; nor does one of few blocks.
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,31 +66,47 @@ class Sizes:
     def token_blocks(self, tokens: int) -> int:
         return ITEMSIZE[self.dtype] * min(tokens, self.n) * self.v + self.accumulated * self.v * self.d
 
-    def planned(self, workspace: int | None = None, schedule: str = "auto"):
-        """The planner's answer for a budget in bytes."""
+    def planned(self, workspace: int | None = None, schedule: str = "auto", scalar: bool = True):
+        """The planner's answer for a budget in bytes; `scalar`: of a mean or sum that either schedule can serve."""
         sizes = (self.n, self.v, self.d, self.dtype)
-        return self.plan(*sizes, device=self.device, workspace=workspace, schedule=schedule)
+        scalar = scalar and self.dtype != "float16"
+        return self.plan(*sizes, device=self.device, workspace=workspace, schedule=schedule, scalar=scalar)
 
-    def leanest(self) -> int:
-        """The smallest budget that the planner accepts for the panel schedule."""
-        refused, accepted = 0, self.planned(schedule="recompute").workspace
-        while accepted - refused > 1:
-            middle = (accepted + refused) // 2
-            try:
-                self.planned(middle, "recompute")
-                accepted = middle
-            except ValueError:
-                refused = middle
-        return accepted
+    def accepted(self, workspace: int, schedule: str):
+        """The plan for a budget, or None where it is too small."""
+        try:
+            return self.planned(workspace, schedule)
+        except ValueError:
+            return None
+
+    def leanest(self, schedule: str = "recompute") -> int:
+        """The smallest budget that the planner accepts for a schedule."""
+        refused, enough = 0, 1 << 20
+        while not self.accepted(enough, schedule):
+            refused, enough = enough, 2 * enough
+        while enough - refused > 1:
+            middle = (enough + refused) // 2
+            refused, enough = (refused, middle) if self.accepted(middle, schedule) else (middle, enough)
+        return enough
 
     def panel_plans(self, per_doubling: int = 1) -> list:
-        """Plans from the leanest one to a single panel, with panels that widen geometrically."""
+        """Plans of `recompute` from the leanest to a single panel, with panels that widen geometrically."""
         lean = plan = self.planned(self.leanest(), "recompute")
         plans, extra = [lean], lean.panel * ITEMSIZE[self.dtype] * self.n
         while plan.panels > 1:
             plan = self.planned(lean.workspace + int(extra), "recompute")
             plans += [plan] * (plan.panel > plans[-1].panel)
             extra *= 2 ** (1 / per_doubling)
+        return plans
+
+    def block_plans(self, per_doubling: int = 4) -> list:
+        """Plans of `single_pass` from the leanest to a single block, for budgets that grow geometrically."""
+        budget = self.leanest("single_pass")
+        plans = [self.planned(budget, "single_pass")]
+        while plans[-1].blocks > 1:
+            budget *= 2 ** (1 / per_doubling)
+            plan = self.planned(math.ceil(budget), "single_pass")
+            plans += [plan] * (plan.block > plans[-1].block)
         return plans
 
     def knee(self) -> int:
@@ -118,20 +135,33 @@ def report(sizes: Sizes) -> str:
         lines.append(f"Below blocks of {knee} the fp32 accumulator is the larger part: smaller ones save little.")
     leaner, fewer = ("Panels", "N < V") if sizes.n < sizes.v else ("Token blocks", "V <= N")
     lines.append(f"{leaner} are the leaner of the two at the same block size, because {fewer}.")
-    return "\n".join([*lines, "\nThe planner's choice by default:", str(sizes.planned())])
+    if sizes.dtype != "float16":
+        lines.append(f"\n{'blocks':<16}{'of tokens':>12}{'single_pass':>12}")
+        for plan in sizes.block_plans():
+            lines.append(f"{plan.blocks:<16}{plan.block:>12}{human(plan.workspace):>12}")
+        lines += ["\nThe planner's choice by default for a mean or a sum:", str(sizes.planned())]
+    return "\n".join([*lines, "\nThe planner's choice by default, else:", str(sizes.planned(scalar=False))])
+
+
+def choice(plan) -> str:
+    """A plan in a table's cell."""
+    if plan.schedule == "single_pass":
+        return f"{human(plan.workspace)} (single_pass, {plan.blocks} {'blocks' if plan.blocks > 1 else 'block'})"
+    return f"{human(plan.workspace)} (recompute, {plan.panels} {'panels' if plan.panels > 1 else 'panel'})"
 
 
 def table(plan: Callable) -> str:
     """The models of docs/memory.md, as Markdown."""
     lines = [
-        "| model | V | D | materialized, fp32 softmax | materialized, bf16 | fused softmax | default plan | leanest |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| model | V | D | materialized, fp32 softmax | materialized, bf16 | fused softmax "
+        "| default: mean or sum | default: else | leanest single_pass | leanest recompute |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, (v, d) in MODELS.items():
         sizes = Sizes(DOCS_TOKENS, v, d, "bfloat16", plan)
-        chosen = sizes.planned()
         columns = [human(x) for x in (2 * sizes.materialized, sizes.materialized, sizes.logits)]
-        columns += [f"{human(chosen.workspace)} ({chosen.panels} panels of {chosen.panel})", human(sizes.leanest())]
+        columns += [choice(sizes.planned()), choice(sizes.planned(scalar=False))]
+        columns += [human(sizes.leanest(schedule)) for schedule in ("single_pass", "recompute")]
         lines.append(f"| {name} | {v} | {d} | {' | '.join(columns)} |")
     return "\n".join(lines)
 
@@ -154,14 +184,22 @@ def draw(sizes: Sizes, path: Path) -> None:
 
     plans = sizes.panel_plans(per_doubling=8)
     first = plans[0].panel
+    blue, green = "#0b6e8f", "#7a8b3c"
     blocks = [first * 2 ** (i / 8) for i in range(400) if first * 2 ** (i / 8) < sizes.n] + [sizes.n]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     axes.axhline(sizes.materialized, color="#8c2d19", label="materialized (three times the logits)")
     axes.axhline(sizes.logits, color="#d1682f", label="fused softmax only (the logits)")
-    axes.plot(blocks, [sizes.token_blocks(int(b)) for b in blocks], color="#7a8b3c", label="blocks of tokens")
-    axes.plot([p.panel for p in plans], [p.workspace for p in plans], color="#0b6e8f", lw=2.5, label="panels (planner)")
-    chosen = sizes.planned()
-    axes.plot(chosen.panel, chosen.workspace, "o", color="#0b6e8f", label="the planner's choice by default")
+    axes.plot(
+        blocks, [sizes.token_blocks(int(b)) for b in blocks], color=green, ls="--", label="blocks of tokens, dC in fp32"
+    )
+    marked = [("recompute", sizes.planned(scalar=False), lambda p: p.panel, blue, plans)]
+    if sizes.dtype != "float16":
+        marked.append(("single_pass", sizes.planned(), lambda p: p.block, green, sizes.block_plans(per_doubling=8)))
+    for name, chosen, size_of, color, curve in marked:
+        style = {"color": color, "lw": 2.5, "marker": "." if len(curve) < 20 else ""}
+        axes.plot([size_of(p) for p in curve], [p.workspace for p in curve], **style, label=f"{name} (planner)")
+        if chosen.schedule == name:
+            axes.plot(size_of(chosen), chosen.workspace, "o", color=color, label=f"{name} by default")
     if knee := sizes.knee():
         axes.axvline(knee, color="0.5", lw=1, ls=":", label=f"{knee}: smaller blocks save little, accumulators remain")
     axes.set_xscale("log", base=2)
