@@ -196,12 +196,15 @@ def _recompute(s: _Sizes, budget):
     ), None
 
 
+# Numbers of blocks of tokens that are weighed: every one up to 16, then steps of a tenth.
+_LADDER = [*range(1, 16), *(round(16 * 1.1**k) for k in range(120))]
+
+
 def _single_pass(s: _Sizes, budget):
     """(Plan, None) of the least predicted time, or (None, bytes that the smallest block needs)."""
     width, fp32 = 64 * math.ceil(s.v / 64), s.itemsize == 4
     itemsize = s.itemsize if s.gpu else 4
     sums = 4 * s.v * s.d * (s.need_dc and not fp32)
-    budget = _default_budget(s) if budget is None else budget
 
     def parts_of(block, chunk):
         blocks = math.ceil(s.n / block)
@@ -226,20 +229,20 @@ def _single_pass(s: _Sizes, budget):
         rounded = blocks <= ROUNDED_BLOCKS and not fp32
         return time + blocks * BLOCK + (blocks - 1) * s.v * s.d * s.need_dc * (4 if rounded else 8) / SUM_RATE
 
-    def candidates():
-        """As few blocks as fit and a few more: a block that fills the device in whole waves may be worth more."""
-        free = budget - 12 * s.n - sums
-        first = math.ceil(s.n * itemsize * width / free) if free > 0 else s.n
-        for blocks in (*range(1, ROUNDED_BLOCKS + 1), *range(first, first + 16), s.n):
-            block = min(s.n, BLOCK_STEP * math.ceil(math.ceil(s.n / blocks) / BLOCK_STEP))
-            yield block, block
-            if s.gpu and not fp32:
-                yield block, (block + 1) // 2
-
-    fitting = [sizes for sizes in candidates() if sum(parts_of(*sizes).values()) <= budget]
-    if not fitting:
-        return None, sum(parts_of(*[min(s.n, BLOCK_STEP)] * 2).values())
-    block, chunk = min(fitting, key=lambda sizes: seconds(*sizes))
+    # The same candidates for every budget, so that a larger one is never slower.
+    used = {}
+    for blocks in _LADDER:
+        block = min(s.n, BLOCK_STEP * math.ceil(math.ceil(s.n / blocks) / BLOCK_STEP))
+        for chunk in (block,) if fp32 or not s.gpu else (block, (block + 1) // 2):
+            used[block, chunk] = sum(parts_of(block, chunk).values())
+        if block <= BLOCK_STEP:
+            break
+    minimum = min(used.values())
+    if budget is None:
+        budget = max(_default_budget(s), minimum)
+    if budget < minimum:
+        return None, minimum
+    block, chunk = min((sizes for sizes in used if used[sizes] <= budget), key=lambda sizes: seconds(*sizes))
     flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
     parts = MappingProxyType(parts_of(block, chunk))
     return Plan(
@@ -321,7 +324,9 @@ def plan(
     served, least = [], []
     for name_of, make in (("single_pass", _single_pass), ("recompute", _recompute)):
         if schedule in ("auto", name_of) and (scalar or name_of == "recompute"):
-            found, minimum = make(s, workspace)
+            # Left to choose, the default budget is what it is; a schedule that is asked for gets what it needs.
+            unasked = schedule == "auto" and workspace is None and name_of == "single_pass"
+            found, minimum = make(s, _default_budget(s) if unasked else workspace)
             served += [] if found is None else [found]
             least += [] if minimum is None else [minimum]
     if not served:

@@ -26,7 +26,7 @@ class Fold:
     """Per-token results of the forward, fp32 [N] (0 at ignored rows), and the valid rows.
 
     `m` and `s` are kept apart because `lse = m + log s` rounds away what a large common offset hides. They are the
-    backend's own: the Triton kernels count m in units of log2(e).
+    backend's own: the Triton kernels count m in units of log2(e), and have it inf at ignored rows, where every p is 0.
     """
 
     nll: Tensor  # lse - z_y
@@ -34,7 +34,7 @@ class Fold:
     smooth: Optional[Tensor]  # sum_v w_v * (lse - z_v)
     entropy: Optional[Tensor]  # -sum_v p_v * log p_v
     prediction: Optional[Tensor]  # int64, -1 at ignored rows
-    m: Tensor  # max_v z_v
+    m: Tensor  # what exponentials are relative to: max_v z_v or z_y
     s: Tensor  # sum_v exp(z_v - m)
     rows: Tensor  # int32 [N], the valid rows in order, then unspecified
     count: Tensor  # int32 [1], how many there are

@@ -70,7 +70,7 @@ def merge_kernel(
     b_lse = LN2 * (b_m + tl.log2(b_s))
     tl.store(nll + o_n, tl.where(valid, b_nll, 0.0), mask=m_n)
     tl.store(lse + o_n, tl.where(valid, b_lse, 0.0), mask=m_n)
-    tl.store(m + o_n, tl.where(valid, b_m, 0.0), mask=m_n)
+    tl.store(m + o_n, tl.where(valid, b_m, float("inf")), mask=m_n)
     tl.store(s + o_n, tl.where(valid, b_s, 1.0), mask=m_n)
     if WANT_SMOOTH:
         total = V.to(tl.float32)

@@ -87,7 +87,7 @@ def compact_kernel(
     live = first + i < tl.load(count)
     row = tl.load(rows + first + i, mask=live, other=0).to(tl.int64)
     if out_targets is not None:
-        tl.store(out_targets + i, tl.where(live, tl.load(targets + row), ignore_index).to(out_targets.dtype.element_ty))
+        tl.store(out_targets + i, tl.where(live, tl.load(targets + row).to(tl.int64), ignore_index))
     for i_d in range(0, D, BLOCK):
         o_d = i_d + tl.arange(0, BLOCK)
         b_e = tl.load(e + row * stride_e + o_d, mask=(o_d < D) & live, other=0.0)
@@ -115,7 +115,7 @@ def new_rows(e, block, chunk):
 def block(problem, rows, count, i0, i1, buffer):
     """The problem of the valid rows number i0 to i1, compacted. Past the count rows are zero, their targets ignored."""
     e, out = problem.e, buffer[: i1 - i0]
-    targets = torch.empty(i1 - i0, dtype=problem.targets.dtype, device=e.device)
+    targets = torch.empty(i1 - i0, dtype=torch.int64, device=e.device)  # any ignore_index fits
     launch(
         compact_kernel, i1 - i0, e.device, e, problem.targets, rows, count, out, targets, e.shape[1], i0,
         problem.ignore_index, e.stride(0), out.stride(0), BLOCK=1024,
