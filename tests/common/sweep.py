@@ -20,27 +20,32 @@ DTYPES = (torch.bfloat16, torch.float32)
 SOME = DTYPES[:1] if INTERPRET else DTYPES
 
 
-@pytest.fixture(autouse=True)
-def interpreted(cce, monkeypatch):
-    if not INTERPRET:
-        yield
-        return
+def teach(cce, monkeypatch):
+    """What the docstring above says of the interpreter."""
     planner = importlib.import_module(f"{cce.__name__}.planner")
     schedule = importlib.import_module(f"{cce.__name__}.schedules.single_pass")
     monkeypatch.setattr(planner, "BLOCK_STEP", STEP)
     monkeypatch.setattr(planner, "FREQUENT", STEP)
     monkeypatch.setattr(schedule, "FREQUENT", STEP)
+    planner.plan.cache_clear()
     teach_bfloat16(monkeypatch)
-    planner.plan.cache_clear()
-    yield
-    planner.plan.cache_clear()
+
+
+def take_all_rows(cce, monkeypatch):
+    """Nobody waits for the count of valid rows, as in a CUDA graph or in a small problem: all rows are taken."""
+    monkeypatch.setattr(cce.backends.triton_backend.configs, "is_small", lambda *sizes: True)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(cce, monkeypatch):
+    if INTERPRET:
+        teach(cce, monkeypatch)
 
 
 @pytest.fixture
 def uncounted(cce, monkeypatch):
-    """Nobody waits for the count of valid rows, as in a CUDA graph or in a small problem: all rows are taken."""
     if INTERPRET:
-        monkeypatch.setattr(cce.backends.triton_backend.configs, "is_small", lambda *sizes: True)
+        take_all_rows(cce, monkeypatch)
 
 
 def single(shape, v, d, dtype=torch.float32, **options):

@@ -14,7 +14,9 @@ if __name__ == "__main__":
     here = Path(__file__).resolve()
     sys.path[:0] = [str(here.parents[1]), str(here.parents[2])]
 
+import pytest
 import torch
+from common import sweep
 from helpers import check, make_case, once_rounded, relative_error, run, truth
 
 from tools.build import build
@@ -22,13 +24,25 @@ from tools.source_hash import ROOT
 
 
 def plain(cce):
-    """One block of rows, two splits of several tiles, the last tile partial."""
+    """One block of rows, a quarter ignored, two splits of several tiles, the last tile partial."""
     check(cce, make_case(9, 141, 20, torch.float16, reduction="none", return_lse=True))
+
+
+def dense(cce):
+    """The same with no row ignored: relative to the targets' logits."""
+    check(cce, make_case(9, 141, 20, torch.float16, reduction="none", return_lse=True, ignored=0.0))
+
+
+def distant(cce):
+    """A target 100 nats below the rest, of which a second look is needed."""
+    case = make_case(9, 141, 20, torch.float16, reduction="none", bias=True, ignored=0.0)
+    case.bias[case.targets[3]] = -100
+    check(cce, case)
 
 
 def long_split(cce):
     """Two blocks of rows, one split of many tiles."""
-    check(cce, make_case(20, 301, 20, torch.float16, reduction="none", return_lse=True, ignored=0.0))
+    check(cce, make_case(20, 301, 20, torch.float16, reduction="none", return_lse=True))
 
 
 def many_options(cce):
@@ -48,12 +62,13 @@ def low_logits(cce):
     """Every logit about -500: exp(z) is 0, exp(z - max) is not."""
     case = make_case(5, 40, 16, reduction="none", bias=True, ignored=0.0)
     case.bias -= 500
+    case.targets[1] = -100
     check(cce, case)
 
 
 def uneven_batch(cce):
     """The valid tokens lie in the first half."""
-    case = make_case(12, 37, 16, ignored=0.0)
+    case = make_case(12, 37, 16, torch.float16, ignored=0.0)
     case.targets[7:] = -100
     check(cce, case)
 
@@ -79,37 +94,72 @@ def predictions(cce):
     assert (run(cce.linear_token_stats, case)["prediction"] == 0).all()
 
 
+def held(cce, case, blocks=1, all_rows=False):
+    """The contract, by `single_pass` in so many blocks of tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        sweep.teach(cce, patch)
+        if all_rows:
+            sweep.take_all_rows(cce, patch)
+        check(cce, sweep.with_blocks(cce, case, blocks), needs=sweep.BOTH)
+
+
+def swept(cce):
+    held(cce, sweep.single(9, 70, 16, torch.bfloat16, softcap=5.0))
+
+
+def swept_confident(cce):
+    """p of the target between 0.99 and 0.9999."""
+    case = sweep.single(3, 37, 16, torch.bfloat16, spread=0.3, reduction="sum", ignored=0.0)
+    case.c[case.targets] += 1.5 * case.e
+    held(cce, case)
+
+
+def swept_in_blocks(cce):
+    held(cce, sweep.single(45, 70, 8, token_weight=True), blocks=3)
+
+
+def swept_past_the_count(cce):
+    """One class towers over the rest, and there are rows past the count."""
+    case = sweep.single(9, 70, 16, torch.bfloat16, bias=True)
+    case.bias[50] = 150.0
+    held(cce, case, all_rows=True)
+
+
 class Fault(NamedTuple):
     file: str
     edits: list[tuple[str, str]]  # exact text, each found once, and what takes its place
     found_by: Callable
 
 
-FOLD, DLOGITS, ROWS, CONTRACT, TILE = (
-    f"backends/triton/{name}.py" for name in ("fold", "dlogits", "rows", "contract", "logits")
+FOLD, MERGE, DLOGITS, EXPONENTIALS, ROWS, CONTRACT, TILE = (
+    f"backends/triton/{name}.py" for name in ("fold", "merge", "dlogits", "exponentials", "rows", "contract", "logits")
 )
-SCHEDULE, FUNCTIONAL = "schedules/recompute.py", "functional.py"
-TRANSFORM = "        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, HAS_SOFTCAP)\n"
+RECOMPUTE, SINGLE_PASS, FUNCTIONAL = "schedules/recompute.py", "schedules/single_pass.py", "functional.py"
+ONLINE = """        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
+        if WANT_SMOOTH:
+"""
 
 FAULTS = {
     "pad lanes masked before softcap": Fault(
         FOLD,
         [
-            (TRANSFORM, f'        b_z = tl.where((o_v < V)[None, :], b_z, float("-inf"))\n{TRANSFORM}'),
+            (ONLINE, f'        b_z = tl.where((o_v < V)[None, :], b_z, float("-inf"))\n{ONLINE}'),
             ('b_real = tl.where((o_v < V)[None, :], b_z, float("-inf"))', "b_real = b_z"),
         ],
         many_options,
     ),
+    "pad lanes counted": Fault(FOLD, [("b_hit | (o_v >= V)[None, :], 0.0", "b_hit, 0.0")], dense),
     "bias added per tile of D": Fault(
         FOLD,
         [(
-            TRANSFORM,
+            ONLINE,
             "        if HAS_BIAS:\n"
             "            b_z += (tl.cdiv(D, BK) - 1) * tl.load(bias + o_v, mask=o_v < V, other=0.0)[None, :]\n"
-            + TRANSFORM,
+            + ONLINE,
         )],
         many_options,
     ),
+    "no second look at a distant target": Fault(FOLD, [("run(retry=True)", "pass")], distant),
     "max started at 0": Fault(
         FOLD,
         [('    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)', "    b_m = tl.zeros([BM], dtype=tl.float32)")],
@@ -119,7 +169,7 @@ FAULTS = {
         FOLD, [("b_s = b_s * b_decay + b_add\n", "b_s = b_s + b_add\n")], long_split
     ),
     "splits merged without their maxima": Fault(
-        FOLD, [("b_s = b_s * b_decay + b_add * b_gain", "b_s = b_s + b_add")], plain
+        MERGE, [("b_s = b_s * b_decay + b_add * b_gain", "b_s = b_s + b_add")], plain
     ),
     "target counted twice": Fault(FOLD, [("b_p = tl.where(b_hit, 0.0, b_p)", "b_p = b_p")], plain),
     "ties to the highest id": Fault(
@@ -128,14 +178,14 @@ FAULTS = {
         predictions,
     ),
     "logits rounded to 16 bits": Fault(
-        TILE, [("return b_z\n\n\n@triton.jit\ndef transform", "return b_z.to(tl.float16).to(tl.float32)\n\n\n"
-                "@triton.jit\ndef transform")], plain
+        TILE, [("return b_z\n\n\n@triton.jit\ndef capped", "return b_z.to(tl.float16).to(tl.float32)\n\n\n"
+                "@triton.jit\ndef capped")], plain
     ),
     "p rounded before the 1 is subtracted": Fault(
         DLOGITS, [("b_nll * expm1(b_log_py)", "b_nll * (b_py.to(tl.float16).to(tl.float32) - 1.0)")], confident
     ),
     "softcap left out of the gradient": Fault(
-        DLOGITS, [("if HAS_SOFTCAP:", "if HAS_SOFTCAP and HAS_SMOOTH:")], many_options
+        DLOGITS, [("if SOFTCAP > 0:", "if SOFTCAP > 0 and HAS_SMOOTH:")], many_options
     ),
     "temperature left out of the gradient": Fault(
         DLOGITS, [("problem.scale / problem.temperature,", "problem.scale,")], many_options
@@ -143,8 +193,8 @@ FAULTS = {
     "dE accumulated in 16 bits": Fault(
         CONTRACT,
         [(
-            "accumulator.addmm_(panel.float(), c.float())",
-            "accumulator.copy_((accumulator + panel.float() @ c.float()).half())",
+            "accumulator.addmm_(a.float(), b.float())",
+            "accumulator.copy_((accumulator + a.float() @ b.float()).half())",
         )],
         many_panels,
     ),
@@ -152,7 +202,7 @@ FAULTS = {
         CONTRACT, [("dbias.copy_(total if unit is None else total.div_(unit))", "dbias.copy_(total)")], bias_gradient
     ),
     "last columns of an odd vocabulary forgotten": Fault(
-        SCHEDULE, [("((v0, cut), (cut, v1)) if a < b]", "((v0, cut),)]")], plain
+        RECOMPUTE, [("((v0, cut), (cut, v1)) if a < b]", "((v0, cut),)]")], plain
     ),
     "ignored rows of dE left unwritten": Fault(ROWS, [("de.zero_()", "pass")], plain),
     "mean of chunk means": Fault(
@@ -162,6 +212,30 @@ FAULTS = {
             "sum(part.sum() / (part > 0).sum().clamp(min=1) for part in loss.chunk(2)) / 2 if plain",
         )],
         uneven_batch,
+    ),
+    "p rounded before the 1 is subtracted, in a sweep": Fault(
+        EXPONENTIALS,
+        [(
+            "b_x = b_s * expm1(-b_nll)",
+            "b_x = b_s * (tl.exp2(-LOG2E * b_nll).to(panel.dtype.element_ty).to(tl.float32) - 1.0)",
+        )],
+        swept_confident,
+    ),
+    "factors without the sum of the row": Fault(EXPONENTIALS, [("b_g * factor / b_s", "b_g * factor")], swept),
+    "slope of the softcap at the target alone": Fault(
+        FOLD, [("b_stored = b_x * (1.0 - (b_z / outer) * (b_z / outer))", "b_stored = b_x * 1.0")], swept
+    ),
+    "dC of the last block alone": Fault(
+        SINGLE_PASS, [("total.add(x, scaled, first=i0 == 0)", "total.add(x, scaled, first=True)")], swept_in_blocks
+    ),
+    "every block weighs its tokens as the first": Fault(
+        SINGLE_PASS, [("weights[i0:i1]", "weights[: i1 - i0]")], swept_in_blocks
+    ),
+    "an overflow that nobody notices": Fault(
+        FOLD, [("mask=m_m & b_over", "mask=m_m & b_over & (o_m < 0)")], swept_past_the_count
+    ),
+    "rows past the count have probabilities": Fault(
+        MERGE, [('tl.where(valid, b_m, float("inf"))', "tl.where(valid, b_m, 0.0)")], swept_past_the_count
     ),
 }  # fmt: skip
 
@@ -201,7 +275,6 @@ def verdict(name, folder):
 
 
 if __name__ == "__main__":
-    import pytest
     from common.poison import poison_memory
 
     with pytest.MonkeyPatch.context() as patch:

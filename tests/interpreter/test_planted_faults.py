@@ -12,7 +12,7 @@ NAMES = ["no fault", *FAULTS]
 
 
 def test_there_are_enough_faults():
-    assert len(FAULTS) >= 10
+    assert len(FAULTS) >= 20
 
 
 @pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["even", "odd"])
