@@ -3,12 +3,19 @@
 | primitive    | reads                            | writes                                                     |
 |--------------|----------------------------------|------------------------------------------------------------|
 | select       | targets                          | the valid rows in order and their count; checks the range  |
-| fold         | e, c, bias, targets              | per row: max, log-sum of exponentials, what options need   |
+| fold         | e, c, bias, targets              | per row: loss, offset and sum of exponentials, options     |
 | compact      | e, rows                          | the valid rows, contiguous                                 |
 | dlogits      | e, c[panel], row state, upstream | the panel of gradients with respect to the logits          |
 | contract_c   | panel, e                         | dC[panel], dbias[panel], one plain write each              |
-| contract_e   | panel, c[panel]                  | dE accumulator, fp32                                       |
+| accumulate   | two matrices                     | their product, added to a sum over panels or blocks        |
 | expand       | accumulator, rows                | dE in its own dtype, 0 at ignored rows                     |
+
+`single_pass` besides:
+
+| block        | e, targets, rows                 | a problem of its own: valid rows i0 to i1                  |
+| exponentials | e, c, bias, targets, weights     | the panel and one factor per row: dz = factor * panel      |
+| expand_block | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |
+| scale        | gradients, upstream              | their product in place                                     |
 """
 
 import os
