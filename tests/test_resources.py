@@ -1,5 +1,7 @@
 """The torch backend's memory and arithmetic, counted by the profiler: what the plan says, and no more."""
 
+import gc
+
 import pytest
 import torch
 from helpers import make_case
@@ -23,6 +25,7 @@ def step(function, case, **options):
     call()
     for t in leaves:
         t.grad = None
+    gc.collect()  # what earlier tests left would be freed, and counted, meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
         call()
     now = peak = products = 0
