@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
-from common.draws import UPSTREAMS, exclude_some_classes, set_upstream
+from common.draws import UPSTREAMS, exclude_some_classes, servable, set_upstream
 from common.layouts import LAYOUTS, contiguous
 from helpers import IGNORE, make_case
 
@@ -62,6 +62,7 @@ class Variant:
     group: str
     layouts: dict
     index_dtype: torch.dtype
+    schedule: str  # "auto" instead where an example is not one that single_pass serves
 
 
 def variants():
@@ -77,7 +78,8 @@ def variants():
                     name: contiguous if rng.random() < 0.6 else rng.choice(LAYOUTS)
                     for name in ("e", "c", "bias", "targets")
                 }
-                yield Variant(k, dtype, group, layouts, rng.choice((torch.int64, torch.int64, torch.int32)))
+                integer = rng.choice((torch.int64, torch.int64, torch.int32))
+                yield Variant(k, dtype, group, layouts, integer, ("single_pass", "recompute", "auto")[(k + j) % 3])
 
 
 VARIANTS = tuple(variants())
@@ -125,6 +127,9 @@ def draw(seed) -> Example:
     inputs = ["e", "c"] + ["bias"] * bias
     needs = tuple(rng.sample(inputs, rng.randint(1, len(inputs)))) if rng.random() < 0.4 else tuple(inputs)
     narrow = rng.random() < 0.5
+    if function == "linear_cross_entropy":
+        possible = variant.schedule != "single_pass" or servable(case, needs)
+        case.options["schedule"] = about["schedule"] = variant.schedule if possible else "auto"
     layouts = {name: layout.__name__ for name, layout in variant.layouts.items()}
     words = (
         f"{function} targets {shape} V {v} D {d} {variant.dtype} {variant.index_dtype} {about} ignored {ignored} "
