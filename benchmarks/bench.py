@@ -106,7 +106,10 @@ class Bench:
         self.record("ignored", row)
 
     def options(self) -> None:
-        """Forward and backward with one option each, and with the entropy, beside the plain call."""
+        """Forward and backward with one option each, and with the entropy, beside the plain call of the same schedule.
+
+        All of them by `recompute`, which serves every option; those that `single_pass` serves by it too.
+        """
         shape = self.sized(OPTIONS)
         s, budget = self.inputs(shape), {"workspace": shape.workspace}
         rng = torch.Generator(device=self.device).manual_seed(2)
@@ -125,8 +128,8 @@ class Bench:
             "none": {"reduction": "none"},
         }
 
-        def loss(**options):
-            found = self.cce.linear_cross_entropy(s.e, s.c, s.targets, **options, **budget)
+        def loss(schedule="recompute", **options):
+            found = self.cce.linear_cross_entropy(s.e, s.c, s.targets, schedule=schedule, **options, **budget)
             return sum(t.sum() for t in found) if isinstance(found, tuple) else found.sum()
 
         def entropy():
@@ -134,6 +137,8 @@ class Bench:
             return (stats.entropy - stats.logprob).sum()
 
         losses = {name: partial(loss, **options) for name, options in calls.items()} | {"entropy": entropy}
+        served = ("plain", "softcap", "weight", "token_weight", "temperature", "logit_scale")
+        losses |= {f"single_pass/{name}": partial(loss, "auto", **calls[name]) for name in served}
         leaves = (s.e, s.c, calls["bias"]["bias"])
         steps = {name: training_step(call, leaves) for name, call in losses.items()}
         row = self.describe(shape, **budget)

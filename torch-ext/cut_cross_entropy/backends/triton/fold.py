@@ -30,7 +30,7 @@ from ...problem import Fold
 from . import configs
 from .launch import launch
 from .logits import grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
-from .merge import base_of, is_dense, merge_kernel
+from .merge import base_of, counted_splits, is_dense, merge_kernel
 from .offsets import offsets
 
 # Sums of exponentials beyond this are of an offset too far below the largest logit (55 nats): products of them with
@@ -152,14 +152,14 @@ def fold_online(
     return b_m, b_s, b_target, b_weighted, b_tilt, b_argmax
 
 
-@triton.jit(do_not_specialize=["N", "V", "splits"])
+@triton.jit(do_not_specialize=["N", "V", "splits", "most"])
 def fold_kernel(
     e, c, bias, weight, targets, rows, count,  # inputs
     offset,  # [N], with RELATIVE
     target_logit,  # [N]
     part_m, part_s, part_weighted, part_tilt, part_argmax,  # [splits, N] each
     panel, overflow,  # with STORE: a descriptor of [N, V], int32 [1]
-    N, V, D, splits, inner, outer,
+    N, V, D, splits, most, inner, outer,
     stride_e, stride_c, stride_panel,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
     LISTED: tl.constexpr, COUNTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
@@ -168,14 +168,19 @@ def fold_kernel(
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
-    i_m, i_s = grouped(tl.program_id(0), tl.cdiv(N, BM), splits, GROUP)
-    i_m = i_m * BM
     # Of the two launches, over all rows and over the list of valid ones, one does the work.
     if is_dense(count, N, DENSE) == LISTED:
         return
+    live, blocks = tl.minimum(tl.load(count), N), tl.cdiv(N, BM)
+    if COUNTED:
+        splits = counted_splits(live, blocks, splits, most, BM)
+        blocks = tl.cdiv(live, BM)
+        if tl.program_id(0) >= blocks * splits:
+            return
+    i_m, i_s = grouped(tl.program_id(0), blocks, splits, GROUP)
+    i_m = i_m * BM
     o_m = i_m + tl.arange(0, BM)
-    live = tl.load(count)
-    if LISTED or COUNTED:
+    if LISTED:
         if i_m >= live:
             return
     if LISTED:
@@ -242,7 +247,8 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     # An offset known beforehand saves the running max, where that is worth the launches.
     relative = store or not (online or once)
     heavy = softcap_kind(problem) == 2 or want_smooth and not linear
-    tile = config.tile("dlogits" if store else "fold", e.dtype, heavy or online and not aligned, aligned)
+    heavy = heavy or not aligned and (online or problem.softcap is not None)
+    tile = config.tile("dlogits" if store else "fold", e.dtype, heavy, aligned)
     row_blocks, processors = triton.cdiv(n, tile.BM), configs.processors_of(device)
     splits = forward_splits(n, v, d, block_m=tile.BM, block_n=tile.BN, processors=processors)
 
@@ -280,7 +286,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
             e_operand if from_descriptor else e, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
             panel_operand if relative else None, overflow if relative else None,
-            n, v, d, splits[listed], *scalars, e.stride(0), c.stride(0), panel.stride(0) if store else 0,
+            n, v, d, splits[listed], most, *scalars, e.stride(0), c.stride(0), panel.stride(0) if store else 0,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP,
             DENSE=dense, LISTED=listed, COUNTED=counted,
             E_DESCRIPTOR=from_descriptor, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
@@ -299,6 +305,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         problem.targets, part_m, part_s, part_weighted, part_tilt, part_argmax,
         problem.weight.float().sum() if weighted else None,
         nll, lse, smooth, entropy, prediction, m, s, count, n, v, *splits, problem.ignore_index,
-        **wants | dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth), LINEAR=linear, DENSE=dense, BLOCK=128,
+        **wants | dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth), LINEAR=linear, DENSE=dense, COUNTED=counted,
+        BM=tile.BM, BLOCK=128,
     )  # fmt: skip
     return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)

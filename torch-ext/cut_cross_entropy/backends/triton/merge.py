@@ -18,6 +18,12 @@ def is_dense(count, N, DENSE: tl.constexpr):
     return tl.load(count).to(tl.int64) * 8 >= N.to(tl.int64) * DENSE
 
 
+@triton.jit
+def counted_splits(live, blocks, splits, most, BM: tl.constexpr):
+    """As many splits of fewer live rows as the programs launched for blocks * splits can take, up to `most`."""
+    return tl.minimum(most, tl.maximum(splits, blocks * splits // tl.maximum(tl.cdiv(live, BM), 1)))
+
+
 @triton.jit(do_not_specialize=["N", "V", "splits", "splits_listed", "ignore_index"])
 def merge_kernel(
     targets, part_m, part_s, part_weighted, part_tilt, part_argmax, total_weight,
@@ -25,7 +31,7 @@ def merge_kernel(
     lse, smooth, entropy, prediction, m, s,  # [N] each
     count, N, V, splits, splits_listed, ignore_index,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
-    LINEAR: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
+    LINEAR: tl.constexpr, DENSE: tl.constexpr, COUNTED: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_n = o_n < N
@@ -37,7 +43,9 @@ def merge_kernel(
     b_tilt = tl.zeros([BLOCK], dtype=tl.float32)
     b_argmax = tl.zeros([BLOCK], dtype=tl.int32)
     o_part = o_n.to(tl.int64)
-    if not is_dense(count, N, DENSE):
+    if COUNTED:
+        splits = counted_splits(tl.minimum(tl.load(count), N), tl.cdiv(N, BM), splits, splits_listed, BM)
+    elif not is_dense(count, N, DENSE):
         splits = splits_listed
     for _ in range(0, splits):
         b_top = tl.load(part_m + o_part, mask=m_v, other=float("-inf"))
