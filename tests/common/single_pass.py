@@ -91,6 +91,14 @@ def test_blocks_of_tokens(cce, blocks, ignored, dtype):
 
 
 @pytest.mark.parametrize("dtype", SOME)
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 0.8])
+def test_several_splits_in_several_blocks(cce, ignored, dtype):
+    """The first block is folded before its count is known, and the vocabulary is cut by the count."""
+    case = single(MANY, pick(2500, 300), NARROW, dtype, ignored=ignored)
+    check(cce, with_blocks(cce, case, 3), needs=BOTH)
+
+
+@pytest.mark.parametrize("dtype", SOME)
 @pytest.mark.parametrize("weights", [{}, {"token_weight": True, "weight": True}], ids=["plain", "weighted"])
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
 @pytest.mark.usefixtures("uncounted")
