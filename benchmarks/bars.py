@@ -110,7 +110,7 @@ BARS += [
     Bar("options", f"{name} over the plain call", ratio(name, plain=1), cost) for name, cost in OPTION_COSTS.items()
 ]
 BARS += [
-    Bar("options", f"{name} over the plain call, both by single_pass", ratio(f"single_pass/{name}", **{"single_pass/plain": 1}), 1.03)
+    Bar("options", f"{name} by single_pass", ratio(f"single_pass/{name}", **{"single_pass/plain": 1}), 1.03)
     for name in ("softcap", "weight", "token_weight", "temperature", "logit_scale")
 ]
 BARS += [

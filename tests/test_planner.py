@@ -179,7 +179,8 @@ def test_an_asked_for_schedule_has_a_default_budget(cce, size, device, dtype):
     """Without a workspace the default is never below what the schedule needs."""
     plan = cce.plan(*size, dtype, device=device, schedule="single_pass", scalar=True)
     needed = least(cce, *size, dtype, device=device, schedule="single_pass", scalar=True)
-    assert plan.workspace <= max(64 * MIB, dtype.itemsize * (size[0] + size[1]) * size[2], needed)
+    sixth = 0 if device == "cuda" else 2 * size[0] * size[1]
+    assert plan.workspace <= max(64 * MIB, dtype.itemsize * (size[0] + size[1]) * size[2], needed, sixth)
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])

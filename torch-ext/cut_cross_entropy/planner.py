@@ -32,10 +32,13 @@ STATE_BYTES = 20
 DEFAULT_WORKSPACE = 64 * MIB
 # Columns of a panel that the default budget has room for: narrower ones spend their time on the accumulator of dE.
 DEFAULT_PANEL = 4096
+# Of the torch backend, a tile of logits: 2 MiB in fp32, for the cache of a CPU. Blocks of more tokens than CPU_BLOCK
+# gain nothing there.
+TILE_ROWS, TILE_COLUMNS, CPU_BLOCK = 512, 1024, 512
 # Tokens of a block are a multiple of this, and no fewer: the tallest tile of the kernels.
 BLOCK_STEP = 128
-# Of an H200: dense 16-bit and IEEE fp32 products, operations a second; sums that products add to, bytes a second (part of
-# that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens.
+# Of an H200: dense 16-bit and IEEE fp32 products, operations a second; sums that products add to, bytes a second (part
+# of that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens.
 TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 680e12, 40e12, 7e12, 132
 CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
 # dC summed over no more blocks than this is rounded to 16 bits after each, save the rows of the FREQUENT ids with most
@@ -128,11 +131,10 @@ class _Sizes:
     def backward(self):
         return self.need_de or self.need_dc or self.need_dbias
 
-    @property
-    def widened(self):
-        """Bytes of fp32 copies of 16-bit operands: of the valid rows of e, and of a tile of c."""
-        rows = 4 * self.valid * self.d * (self.itemsize < 4 or self.compacted)
-        return rows + 4 * min(self.v, PANEL_STEP) * self.d * (self.itemsize < 4)
+    def tile(self, rows):
+        """Bytes of a tile of logits of the torch backend and of the rows of c widened for it."""
+        columns = min(self.v, TILE_COLUMNS)
+        return 4 * min(rows, TILE_ROWS) * columns, 4 * columns * self.d * (self.itemsize < 4)
 
     def splits(self, n):
         # Of a device of 132 multiprocessors, a twentieth of a percent of the logits.
@@ -162,22 +164,22 @@ def _recompute(s: _Sizes, budget):
             per_column["backward:panel"] = s.itemsize * s.valid
             per_column["backward:fp32 dC panel"] = 4 * s.d * (s.half and s.need_dc)
     else:
-        tile = min(s.v, PANEL_STEP)
-        parts["forward:fp32 operands"] = s.widened
-        parts["forward:logits"] = 12 * s.valid * tile
+        parts["forward:tile"], widened = s.tile(s.valid)
+        parts["forward:fp32 operands"] = (4 + s.itemsize) * min(s.valid, TILE_ROWS) * s.d + widened
         if s.backward:
-            fixed["backward:fp32 operands"] = s.widened
-            fixed["backward:dE accumulator"] = 4 * s.valid * s.d * s.need_de
-            fixed["backward:tiles"] = 16 * s.valid * tile
+            copied = 4 * s.valid * s.d * (s.itemsize < 4 or s.compacted)
+            fixed["backward:row state"] = 44 * s.valid
+            fixed["backward:slice"] = parts["forward:tile"] // 8
+            fixed["backward:fp32 operands"] = copied + widened
+            fixed["backward:dE accumulator"] = copied * s.need_de
             per_column["backward:panel"] = 4 * s.valid
-            per_column["backward:fp32 contraction"] = 4 * s.d * (s.itemsize < 4)
     parts |= {key: size for key, size in fixed.items() if size}
 
     rate = max(sum(per_column.values()), 1)
     held = parts["both:row state"] + sum(fixed.values())
     forward = sum(parts.values()) - sum(fixed.values())
     columns = 64 * math.ceil(s.v / 64)
-    narrowest = min(PANEL_STEP, columns)
+    narrowest = min(PANEL_STEP if s.gpu else TILE_COLUMNS, columns)
     minimum = max(held + narrowest * rate * s.backward, forward)
     if budget is None:
         budget = max(_default_budget(s), minimum, held + min(DEFAULT_PANEL, columns) * rate * s.backward)
@@ -208,22 +210,26 @@ def _single_pass(s: _Sizes, budget):
 
     def parts_of(block, chunk):
         blocks = math.ceil(s.n / block)
-        summed = s.need_dc and not fp32 and (blocks > 1 or not s.gpu)
+        summed = s.need_dc and not fp32 and blocks > 1
         rounded = summed and s.gpu and blocks <= ROUNDED_BLOCKS and s.v > FREQUENT
-        parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 48) * block}
+        parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 64) * block}
         parts["forward:panel"] = itemsize * block * width
         # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
         parts["forward:rows of e, then of dE"] = 4 * chunk * s.d
         if s.gpu:
             parts["forward:split partials"] = 8 * block * max(s.v // 1024, math.ceil(4 * PROCESSORS / block * 128))
         else:
-            parts["forward:fp32 operands"] = 4 * min(s.v, DEFAULT_PANEL) * s.d * (not fp32)
+            tile, parts["forward:fp32 operands"] = s.tile(block)
+            parts["forward:slice"] = tile // 8
+            parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
         frequent = FREQUENT * (4 * s.d + s.itemsize * block) + 24 * s.v
         parts["forward:fp32 dC of frequent ids"] = frequent * rounded
         parts["forward:fp32 dC"] = sums * (summed and not rounded)
         return {key: size for key, size in parts.items() if size}
 
     def seconds(block, chunk):
+        if not s.gpu:
+            return abs(block - CPU_BLOCK)
         blocks = math.ceil(s.n / block)
         time = _product(s, s.n, epilogue=110) + _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc)
         rounded = blocks <= ROUNDED_BLOCKS and not fp32
@@ -240,6 +246,9 @@ def _single_pass(s: _Sizes, budget):
     minimum = min(used.values())
     if budget is None:
         budget = max(_default_budget(s), minimum)
+        if not s.gpu:
+            # A sixth of what materializing takes is not worth slower, shorter blocks.
+            budget = max(budget, min(sum(parts_of(*[min(s.n, CPU_BLOCK)] * 2).values()), 2 * s.n * s.v))
     if budget < minimum:
         return None, minimum
     block, chunk = min((sizes for sizes in used if used[sizes] <= budget), key=lambda sizes: seconds(*sizes))
@@ -298,7 +307,8 @@ def plan(
         compacted: whether the valid rows of e are copied together; by default unless `valid` says that all are.
         need_de, need_dc, need_dbias: which gradients are wanted.
         workspace: byte budget over inputs and gradients. Default: max(64 MiB, bytes of e and c, what `recompute` needs
-            for panels of 4096 columns).
+            for panels of 4096 columns); for plain torch operations also what `single_pass` needs for blocks of 512
+            tokens, up to a sixth of what materialized fp32 logits take.
         schedule: ``"auto"`` (the one of least predicted time within the budget), ``"recompute"`` or ``"single_pass"``.
         scalar: whether the call is one that ``single_pass`` can serve: a mean or sum without return_lse, z_loss and
             label_smoothing, no trained bias, bfloat16 or float32.

@@ -1,17 +1,34 @@
 """The primitives in plain torch operations: CPU, MPS, XPU, and CUDA where Triton is absent.
 
 16-bit operands are widened to fp32, a product of two of them is exact there, and panels stay in fp32: the results are
-at least as close to the definition as those of the Triton kernels. Logits are formed one tile of columns at a time.
+at least as close to the definition as those of the Triton kernels.
+
+Logits lie transposed, [columns, rows]: products write into a tile or a panel without a copy, and sums over the
+vocabulary add contiguous vectors. A tile stays in a CPU's cache from the product that writes it to the last pass.
 """
 
+import math
 from dataclasses import replace
 
 import torch
 
-from ..planner import DEFAULT_PANEL, PANEL_STEP
+from ..planner import TILE_COLUMNS, TILE_ROWS
 from ..problem import Fold, RowGradients
 
 NAME = "torch"
+
+# Tokens and vocabulary columns of a tile of logits; COLUMNS rows of a 16-bit operand are widened at a time.
+ROWS, COLUMNS = TILE_ROWS, TILE_COLUMNS
+
+
+def _steps(start, stop, step):
+    return [(a, min(a + step, stop)) for a in range(start, stop, step)]
+
+
+def _slices(problem, z, entropy=False):
+    """Pieces of a tile, as (start, stop): passes that need more arrays take an eighth of it at a time."""
+    arrays = (problem.softcap is not None) + entropy
+    return _steps(0, z.shape[0], COLUMNS // 8 // arrays if arrays else COLUMNS)
 
 
 def select(targets, ignore_index, v):
@@ -42,20 +59,28 @@ class count_later:
         return self.now
 
 
-def _widened(e, index):
-    return e.float() if index.numel() == e.shape[0] else e[index].float()
-
-
 def compact(e, rows, count, live, known, de):
     """The valid rows in fp32. They do not fit into the storage of a 16-bit dE, which is therefore left alone."""
-    return _widened(e, rows[:live].long())
+    return e.float() if live == e.shape[0] else e[rows[:live].long()].float()
 
 
-def _tile_logits(problem, e, v0, v1):
-    """z[:, v0:v1] in fp32."""
-    z = torch.mm(e, problem.c[v0:v1].float().t())
+def new_rows(e, block, chunk):
+    """Room for the rows of a block in fp32: of e, scaled in place, then of dE."""
+    rows = torch.empty((block, e.shape[1]), dtype=torch.float32, device=e.device)
+    return rows, rows
+
+
+def block(problem, rows, count, i0, i1, buffer):
+    """The problem of the valid rows number i0 to i1, their hidden states in fp32 in the buffer."""
+    index = rows[i0:i1].long()
+    return replace(problem, e=buffer[: i1 - i0].copy_(problem.e[index]), targets=problem.targets[index])
+
+
+def _logits(problem, v0, v1, out):
+    """out [v1 - v0, N] = z[:, v0:v1].T in fp32. Hidden states are fp32 already."""
+    z = torch.mm(problem.c[v0:v1].float(), problem.e.t(), out=out)
     if problem.bias is not None:
-        z += problem.bias[v0:v1].float()
+        z += problem.bias[v0:v1, None].float()
     if problem.scale != 1.0:
         z *= problem.scale
     if problem.softcap is not None:
@@ -65,59 +90,79 @@ def _tile_logits(problem, e, v0, v1):
     return z
 
 
+def _slope(problem, z):
+    """d z / d (e @ c.T) over scale / temperature; None where that is 1."""
+    if problem.softcap is None:
+        return None
+    return (z * (problem.temperature / problem.softcap)).square_().neg_().add_(1.0)
+
+
 def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
-    n, (v, _) = problem.e.shape[0], problem.c.shape
-    live = int(count)
-    index = rows[:live].long()
-    e, y = _widened(problem.e, index), problem.targets[index].long()
-    m = e.new_full((live,), -torch.inf)
+    n, live = problem.e.shape[0], int(count)
+
+    def by_token(wanted=True, fill=0.0):
+        return torch.full((n,), fill, device=problem.e.device) if wanted else None
+
+    out = Fold(
+        *(by_token(), by_token(), by_token(want_smooth), by_token(want_entropy), by_token(want_prediction, -1)),
+        *(by_token(), by_token(), rows, count),
+    )
+    buffer, _ = new_rows(problem.e, min(live, ROWS), 0)
+    for i0, i1 in _steps(0, live, ROWS):
+        found = _fold(block(problem, rows, count, i0, i1, buffer), want_smooth, want_entropy, want_prediction)
+        index = rows[i0:i1].long()
+        for name, values in found.items():
+            getattr(out, name)[index] = values
+    return out
+
+
+def _fold(problem, want_smooth, want_entropy, want_prediction):
+    """The fields of `Fold` for few rows, all of them valid."""
+    e, v, y = problem.e, problem.c.shape[0], problem.targets.long()
+    m = e.new_full(y.shape, -torch.inf)
     s, z_y, tilt, weighted = (torch.zeros_like(m) for _ in range(4))
     total, argmax = m.new_zeros(()), torch.zeros_like(y)
-    for v0 in range(0, v, PANEL_STEP):
-        v1 = min(v0 + PANEL_STEP, v)
-        z = _tile_logits(problem, e, v0, v1)
+    # The entropy needs p and log p: two tiles, or two halves.
+    columns = min(v, COLUMNS // 2 if want_entropy else COLUMNS)
+    buffer = e.new_empty((1 + want_entropy, columns, *y.shape))
+    for v0, v1 in _steps(0, v, columns):
+        z = _logits(problem, v0, v1, buffer[0, : v1 - v0])
         if want_smooth:
             w = z.new_ones(v1 - v0) if problem.weight is None else problem.weight[v0:v1].float()
-            weighted += z @ w
+            weighted += w @ z
             total += w.sum()
-        top, id_top = z.max(1)
         if want_prediction:
+            top, id_top = z.max(0)
             argmax = torch.where(top > m, id_top + v0, argmax)
+        else:
+            top = z.amax(0)
         here = ((y >= v0) & (y < v1)).nonzero().squeeze(1)
-        at = (here, y[here] - v0)
+        at = (y[here] - v0, here)
         z_y[here] = z[at]
         z[at] = -torch.inf
         m_new = torch.maximum(m, top)
         base = torch.where(m_new == -torch.inf, 0.0, m_new)
         decay = torch.exp(m - base)
-        z -= base.unsqueeze(1)
-        p = torch.exp(z)
+        z -= base
+        p = torch.exp(z, out=buffer[-1, : v1 - v0])
         if want_entropy:
             drop = torch.where(m == -torch.inf, 0.0, m - base)
-            tilt = decay * (tilt + s * drop) + torch.where(p > 0, p * z, p).sum(1)
-        s = s * decay + p.sum(1)
+            tilt = decay * (tilt + s * drop) + z.mul_(p).masked_fill_(p == 0, 0.0).sum(0)
+        s = s * decay + p.sum(0)
         m = m_new
     ahead = m - z_y
     gain = torch.exp(-ahead)
     nll = torch.where(ahead == 0, torch.log1p(s), ahead + torch.log(s + gain))
     s = s + gain
-    tilt = tilt - torch.where(gain > 0, gain * ahead, 0.0)
-    lse = m + torch.log(s)
-
-    def spread(values, fill=0):
-        return values.new_full((n,), fill).index_copy_(0, index, values)
-
-    return Fold(
-        nll=spread(nll),
-        lse=spread(lse),
-        smooth=spread(total * lse - weighted) if want_smooth else None,
-        entropy=spread(torch.log(s) - tilt / s) if want_entropy else None,
-        prediction=spread(argmax, -1) if want_prediction else None,
-        m=spread(m),
-        s=spread(s),
-        rows=rows,
-        count=count,
-    )
+    found = {"nll": nll, "lse": m + torch.log(s), "m": m, "s": s}
+    if want_smooth:
+        found["smooth"] = total * found["lse"] - weighted
+    if want_entropy:
+        tilt = tilt - torch.where(gain > 0, gain * ahead, 0.0)
+        found["entropy"] = torch.log(s) - tilt / s
+    if want_prediction:
+        found["prediction"] = argmax
+    return found
 
 
 def panel_unit(problem, gradients):
@@ -125,22 +170,18 @@ def panel_unit(problem, gradients):
 
 
 def new_panel(e, live, width):
-    return torch.empty((live, width), dtype=torch.float32, device=e.device)
+    """[live, width] fp32, columns contiguous."""
+    return torch.empty((width, live), dtype=torch.float32, device=e.device).t()
 
 
-def _gradient(log_p, q, w, z, g, h, inv_cap):
-    """dz_v of RowGradients, with q = p_v - [v = y] (p_v where None); of a tile or of the targets alone."""
-    p = log_p.exp()
-    dz = torch.zeros_like(p) if g.nll is None else g.nll * (p if q is None else q)
-    if g.rest is not None:
-        dz += g.rest * p
-    if g.smooth is not None:
-        dz -= g.smooth * w
-    if g.entropy is not None:
-        dz -= g.entropy * torch.where(p > 0, p * (log_p + h), p)
-    if inv_cap is not None:
-        dz *= 1 - (z * inv_cap).square()
-    return dz
+def _gradient(log_p, on_p, g, w, h):
+    """on_p * p - smooth * w - entropy * p * (log p + h), in place of log_p, with the smooth and entropy of g."""
+    if g.entropy is None:
+        dz = log_p.exp_().mul_(on_p)
+    else:
+        p = log_p.exp()
+        dz = log_p.add_(h).mul_(p).masked_fill_(p == 0, 0.0).mul_(-g.entropy).addcmul_(p, on_p)
+    return dz if g.smooth is None else dz.addcmul_(g.smooth, w, value=-1.0)
 
 
 def dlogits(problem, e, fold, gradients, live, unit, panel):
@@ -150,22 +191,35 @@ def dlogits(problem, e, fold, gradients, live, unit, panel):
     m, log_s, nll = fold.m[index], fold.s[index].log(), fold.nll[index]
     h = fold.entropy[index] if gradients.entropy is not None else None
     factor = problem.scale / problem.temperature
-    inv_cap = None if problem.softcap is None else problem.temperature / problem.softcap
-    rows = RowGradients(*(None if g is None else g[index] * factor for g in gradients))
-    columns = RowGradients(*(None if g is None else g.unsqueeze(1) for g in rows))
-    w = y.new_ones((), dtype=torch.float32) if problem.weight is None else problem.weight.float()
-    at_target = _gradient(-nll, torch.expm1(-nll), w[y] if w.dim() else w, (m + log_s) - nll, rows, h, inv_cap)
-    h = None if h is None else h.unsqueeze(1)
+    g = RowGradients(*(None if x is None else x[index] * factor for x in gradients))
+    w = m.new_ones(1) if problem.weight is None else problem.weight.float()
+    rest = torch.zeros_like(m) if g.rest is None else g.rest
+    on_p = rest if g.nll is None else rest + g.nll
+
+    at_target = _gradient(-nll, rest, g, w if problem.weight is None else w[y], h)
+    if g.nll is not None:
+        at_target += g.nll * torch.expm1(-nll)
+    slope = _slope(problem, (m + log_s) - nll)
+    if slope is not None:
+        at_target *= slope
+
+    def write_slice(z, a, b, some):
+        slope = _slope(problem, z)
+        log_p = z.sub_(m[some]).sub_(log_s[some])
+        g_some = RowGradients(*(None if x is None else x[some] for x in g))
+        dz = _gradient(log_p, on_p[some], g_some, w[a:b, None] if w.numel() > 1 else w, None if h is None else h[some])
+        if slope is not None:
+            dz *= slope
 
     def write(v0, v1):
-        for a in range(v0, v1, PANEL_STEP):
-            b = min(a + PANEL_STEP, v1)
-            z = _tile_logits(problem, e, a, b)
-            log_p = (z - m.unsqueeze(1)).sub_(log_s.unsqueeze(1))
-            tile = panel[:, a - v0 : b - v0]
-            tile.copy_(_gradient(log_p, None, w[a:b] if w.dim() else w, z, columns, h, inv_cap))
-            here = ((y >= a) & (y < b)).nonzero().squeeze(1)
-            tile[here, y[here] - a] = at_target[here]
+        for i0, i1 in _steps(0, live, ROWS):
+            part = replace(problem, e=e[i0:i1])
+            for a, b in _steps(v0, v1, COLUMNS):
+                z = _logits(part, a, b, panel[i0:i1, a - v0 : b - v0].t())
+                for k0, k1 in _slices(problem, z, h is not None):
+                    write_slice(z[k0:k1], a + k0, a + k1, slice(i0, i1))
+        here = ((y >= v0) & (y < v1)).nonzero().squeeze(1)
+        panel[here, y[here] - v0] = at_target[here]
 
     return write
 
@@ -173,46 +227,35 @@ def dlogits(problem, e, fold, gradients, live, unit, panel):
 def contract_c(panel, e, dc, dbias, unit):
     """dC[panel] = panel.T @ e and dbias[panel] = sum of its rows."""
     if dc is not None:
-        if dc.dtype == torch.float32:
-            torch.mm(panel.t(), e, out=dc)
-        else:
-            dc.copy_(torch.mm(panel.t(), e))
+        accumulate(panel.t(), e, dc, first=True)
     if dbias is not None:
         dbias.copy_(panel.sum(0))
 
 
 def accumulate(a, b, accumulator, first):
-    """accumulator (+)= a @ b in fp32, a 16-bit b widened piece by piece."""
-    step = b.shape[0] if b.dtype == torch.float32 else DEFAULT_PANEL
-    for k in range(0, b.shape[0], step):
-        piece = b[k : k + step].float()
-        if first and k == 0:
-            torch.mm(a[:, k : k + step], piece, out=accumulator)
+    """accumulator (+)= a @ b in fp32, a 16-bit b widened and a 16-bit accumulator rounded piece by piece."""
+    if accumulator.dtype != torch.float32:
+        for i0, i1 in _steps(0, a.shape[0], COLUMNS):
+            if first:
+                accumulator[i0:i1] = torch.mm(a[i0:i1], b)
+            else:
+                accumulator[i0:i1] = torch.mm(a[i0:i1], b).add_(accumulator[i0:i1])
+        return
+    for k0, k1 in _steps(0, b.shape[0], b.shape[0] if b.dtype == torch.float32 else COLUMNS):
+        if first and k0 == 0:
+            torch.mm(a[:, k0:k1], b[k0:k1].float(), out=accumulator)
         else:
-            accumulator.addmm_(a[:, k : k + step], piece)
+            accumulator.addmm_(a[:, k0:k1], b[k0:k1].float())
 
 
 def expand(accumulator, rows, count, live, known, unit, de):
     """dE rows in their own dtype; exactly 0 where the target is ignored."""
-    if live < de.shape[0]:
-        de.zero_()
-        de[rows[:live].long()] = accumulator.to(de.dtype)
-    else:
+    if live == de.shape[0]:
         de.copy_(accumulator)
-
-
-def new_rows(e, block, chunk):
-    """Room for the rows of a block in fp32, once they are scaled, then for those of dE."""
-    rows = torch.empty((block, e.shape[1]), dtype=torch.float32, device=e.device)
-    return rows, rows
-
-
-def block(problem, rows, count, i0, i1, buffer):
-    """The problem of the valid rows number i0 to i1, their hidden states in fp32."""
-    if int(count) == problem.e.shape[0]:
-        return replace(problem, e=problem.e[i0:i1].float(), targets=problem.targets[i0:i1])
-    index = rows[i0:i1].long()
-    return replace(problem, e=problem.e[index].float(), targets=problem.targets[index])
+        return
+    de.zero_()
+    for i0, i1 in _steps(0, live, ROWS):
+        de[rows[i0:i1].long()] = accumulator[i0:i1].to(de.dtype)
 
 
 def exponentials(problem, count, counted, panel, weights, divisor):
@@ -220,43 +263,62 @@ def exponentials(problem, count, counted, panel, weights, divisor):
 
     panel = exp(z - m) away from the target, minus the sum of these at it; the factor is g / s.
     """
-    e, v = problem.e, problem.c.shape[0]
-    x, at = panel[:, :v], problem.targets.long().unsqueeze(1)
-    for v0 in range(0, v, DEFAULT_PANEL):
-        v1 = min(v0 + DEFAULT_PANEL, v)
-        x[:, v0:v1] = _tile_logits(problem, e, v0, v1)
-    z_y = x.gather(1, at)
-    m = x.amax(1, keepdim=True)
-    base = torch.where(m == -torch.inf, 0.0, m)
-    slope = None
-    if problem.softcap is not None:
-        slope = 1 - (x * (problem.temperature / problem.softcap)).square_()
-    x.sub_(base).exp_()
-    gain = x.gather(1, at)
-    x.scatter_(1, at, 0.0)
-    s = x.sum(1, keepdim=True)
-    x.scatter_(1, at, -s)
-    if slope is not None:
-        x.mul_(slope)
+    n, x = problem.e.shape[0], panel[:, : problem.c.shape[0]].t()
+    m, s, z_y = x.new_empty((3, n))
+    for i0, i1 in _steps(0, n, ROWS):
+        part = replace(problem, e=problem.e[i0:i1], targets=problem.targets[i0:i1])
+        m[i0:i1], s[i0:i1], z_y[i0:i1] = _exponentials(part, x[:, i0:i1])
+    x_y, slope = -s, _slope(problem, z_y)
+    x[problem.targets.long(), torch.arange(n, device=x.device)] = x_y if slope is None else x_y * slope
     ahead = m - z_y
+    gain = torch.exp(-ahead)
     nll = torch.where(ahead < 40, torch.log1p(s * torch.exp(ahead)), ahead + torch.log(s + gain))
     g = torch.full_like(s, problem.scale / problem.temperature)
     if weights is not None:
-        g = g * weights.unsqueeze(1)
+        g = g * weights
     if divisor is not None:
         g = torch.where(divisor == 0, 0.0, g / divisor)
-    return nll.squeeze(1), (g / (s + gain)).squeeze(1)
+    return nll, g / (s + gain)
+
+
+def _exponentials(problem, x):
+    """x [V, N] = exp(z - m) * slope, not yet right at the targets. Returns m, the sum of the others, z_y."""
+    v, n = x.shape
+    at = (problem.targets.long(), torch.arange(n, device=x.device))
+    m = x.new_full((n,), -torch.inf)
+    for v0, v1 in _steps(0, v, COLUMNS):
+        m = torch.maximum(m, _logits(problem, v0, v1, x[v0:v1]).amax(0))
+    z_y = x[at]
+    x[at] = -torch.inf
+    s, base = torch.zeros_like(m), torch.where(m == -torch.inf, 0.0, m)
+    for v0, v1 in _steps(0, v, COLUMNS):
+        for k0, k1 in _slices(problem, x[v0:v1]):
+            s += _exponential(problem, x[v0 + k0 : v0 + k1], base)
+    return m, s, z_y
+
+
+def _exponential(problem, z, base):
+    """z becomes exp(z - base) * slope. Returns the sum of the exponentials."""
+    slope = _slope(problem, z)
+    s = z.sub_(base).exp_().sum(0)
+    if slope is not None:
+        z *= slope
+    return s
 
 
 def expand_block(accumulator, rows, count, first, factors, de):
-    """dE[rows[first + i]] = accumulator[i] * factors[i], rounded once."""
-    n = accumulator.shape[0]
-    de[rows[first : first + n].long()] = (accumulator * factors.unsqueeze(1)).to(de.dtype)
+    """dE[rows[first + i]] = accumulator[i] * factors[i], rounded once. The accumulator is overwritten."""
+    index = rows[first : first + accumulator.shape[0]].long()
+    de.index_copy_(0, index, accumulator.mul_(factors.unsqueeze(1)).to(de.dtype))
 
 
 def scale(upstream, *gradients):
     """Multiply the gradients by a 0-d upstream gradient, in place. A gradient of 0, as of an ignored row, stays 0."""
-    if upstream == 1:
+    factor = float(upstream)
+    if factor == 1.0:
         return
     for gradient in gradients:
-        gradient.copy_(gradient * upstream if upstream.isfinite() else torch.where(gradient == 0, 0, gradient * upstream))
+        zero = None if math.isfinite(factor) else gradient == 0
+        gradient.mul_(factor)
+        if zero is not None:
+            gradient.masked_fill_(zero, 0.0)
