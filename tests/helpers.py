@@ -251,12 +251,13 @@ def once_rounded(cce, case, function="linear_cross_entropy", seed=0):
         return {"de": (panel @ c).reshape(e.shape), "dc": panel.T @ rows, "dbias": panel.sum(0)}
 
     model = {name: t.to(dtype).double() for name, t in contractions(panel, e, c).items()}
-    size = panel.abs()
+    sizes = contractions(panel.abs() * (dtype == torch.float32), e.abs(), c.abs())
     if function == "linear_token_stats":  # the entropy's gradient, p (log p + H), cancels where all p are equal
-        upstream = case.upstream.get("entropy", torch.tensor(4.0)).abs()
-        size = size + 2 * math.log(v) / v * (upstream.amax().item() if upstream.numel() else 0.0)
-    sizes = contractions(size, e.abs(), c.abs())
-    return model, {name: 16 * 2**-24 * t.norm().item() * (dtype == torch.float32) for name, t in sizes.items()}
+        upstream = case.upstream.get("entropy")
+        largest = 4.0 if upstream is None else upstream.abs().amax().item()
+        terms = contractions(torch.full_like(panel, 2 * math.log(v) / v * largest), e.abs(), c.abs())
+        sizes = {name: t + terms[name] for name, t in sizes.items()}
+    return model, {name: 16 * 2**-24 * t.norm().item() for name, t in sizes.items()}
 
 
 def relative_error(got, want):
