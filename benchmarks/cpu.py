@@ -1,6 +1,7 @@
 """Time and memory of forward and backward on a CPU, beside materialized logits.
 
-    python -m benchmarks.cpu [--json benchmarks/results/cpu.json] [--repeats 5] [--threads 2] [--tiny]
+    python -m benchmarks.cpu [--json benchmarks/results/cpu.json] [--repeats 5] [--threads 2]
+        [--dtypes float32 bfloat16] [--losses kernel ...] [--tiny]
 
 Steps run in turn, because a CPU is rarely alone: what counts is the ratio within a run. Beside the time on the clock
 stands the time of all threads together, which other processes disturb less. Peaks are those of the resident memory
@@ -8,6 +9,7 @@ over that before the step, each in a process of its own; the returned gradients 
 
 In bf16 there are two ways to materialize: the product in bf16, whose logits are then widened (the bar), and the product
 of widened inputs. Where the CPU has no bf16 instructions the first takes minutes: it runs once, in its own process.
+What is not measured anew keeps its place in the file.
 """
 
 from __future__ import annotations
@@ -62,6 +64,11 @@ def steps(cce, dtype: str, shape: Shape) -> dict:
     }
 
 
+def cpu_name() -> str:
+    info = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return info[1] if info else platform.machine()
+
+
 def timed(step) -> dict:
     clock, threads = time.perf_counter(), time.process_time()
     step()
@@ -96,16 +103,16 @@ def in_a_process(dtype: str, name: str, args) -> dict:
 
 
 def measure(cce, dtype: str, shape: Shape, args) -> dict:
-    """Samples and peaks of every loss in this dtype."""
+    """The plan of the kernel, then samples and peaks of every loss asked for."""
     plan = cce.plan(shape.n, shape.v, shape.d, dtype, device="cpu", scalar=True)
-    row = {"n": shape.n, "v": shape.v, "d": shape.d, "plan": str(plan).splitlines(), "losses": {}}
-    row["losses"] = {name: in_a_process(dtype, name, args) for name in losses(cce, dtype)}
-    in_turn = {name: step for name, step in steps(cce, dtype, shape).items() if (dtype, name) != ONCE}
+    names = [name for name in losses(cce, dtype) if name in (args.losses or losses(cce, dtype))]
+    found = {name: in_a_process(dtype, name, args) for name in names}
+    in_turn = {name: step for name, step in steps(cce, dtype, shape).items() if name in names and (dtype, name) != ONCE}
     samples = [{name: timed(step) for name, step in in_turn.items()} for _ in range(args.repeats)]
-    for name, found in row["losses"].items():
+    for name in names:
         for key in ("seconds", "cpu_seconds"):
-            found[key] = [sample[name][key] for sample in samples] if name in in_turn else [found[key]]
-    return row
+            found[name][key] = [sample[name][key] for sample in samples] if name in in_turn else [found[name][key]]
+    return {"n": shape.n, "v": shape.v, "d": shape.d, "plan": str(plan).splitlines(), "losses": found}
 
 
 def judge(rows: dict) -> list[tuple[str, float, float]]:
@@ -130,6 +137,7 @@ def show(dtype: str, row: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--losses", nargs="+", metavar="NAME", help="some of them (default: all)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="file to write the rows to")
@@ -143,10 +151,15 @@ def main() -> int:
         return 0
 
     cce = kernel.load()
-    found = {"torch": torch.__version__, "machine": platform.machine(), "threads": args.threads, "rows": {}}
+    found = {"rows": {}}
+    if args.json and args.json.exists():
+        found = json.loads(args.json.read_text())
+    found |= {"torch": torch.__version__, "cpu": cpu_name(), "threads": args.threads}
     for dtype in args.dtypes:
-        found["rows"][dtype] = measure(cce, dtype, shape, args)
-        show(dtype, found["rows"][dtype])
+        row = measure(cce, dtype, shape, args)
+        row["losses"] = found["rows"].get(dtype, row)["losses"] | row["losses"]
+        found["rows"][dtype] = row
+        show(dtype, row)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.tiny:
