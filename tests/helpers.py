@@ -254,7 +254,7 @@ def once_rounded(cce, case, function="linear_cross_entropy", seed=0):
     sizes = contractions(panel.abs() * (dtype == torch.float32), e.abs(), c.abs())
     if function == "linear_token_stats":  # the entropy's gradient, p (log p + H), cancels where all p are equal
         upstream = case.upstream.get("entropy")
-        largest = 4.0 if upstream is None else upstream.abs().amax().item()
+        largest = 4.0 if upstream is None or upstream.numel() == 0 else upstream.abs().amax().item()
         terms = contractions(torch.full_like(panel, 2 * math.log(v) / v * largest), e.abs(), c.abs())
         sizes = {name: t + terms[name] for name, t in sizes.items()}
     return model, {name: 16 * 2**-24 * t.norm().item() for name, t in sizes.items()}
