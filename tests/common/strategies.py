@@ -6,13 +6,12 @@ from common.layouts import LAYOUTS
 from helpers import DTYPES, IGNORE, make_case, pick
 from hypothesis import strategies as st
 
-LARGEST = pick(300, 80)
-EDGES = [n for n in (0, 1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129) if n <= LARGEST]
+EDGES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129)
 
 
-def sizes(least=0):
+def sizes(least, most):
     """Half of them at the edges of tiles."""
-    return st.one_of(st.sampled_from([n for n in EDGES if n >= least]), st.integers(least, LARGEST))
+    return st.one_of(st.sampled_from([n for n in EDGES if least <= n <= most]), st.integers(least, most))
 
 
 def maybe(strategy):
@@ -22,7 +21,8 @@ def maybe(strategy):
 
 def shapes(pool=None):
     """(N, V, D), from a pool where every new size would cost a compilation."""
-    return st.sampled_from(pool) if pool else st.tuples(sizes(), sizes(1), sizes(1))
+    n, v, d = pick((300, 300, 300), (40, 80, 40))
+    return st.sampled_from(pool) if pool else st.tuples(sizes(0, n), sizes(1, v), sizes(1, d))
 
 
 @st.composite
