@@ -88,7 +88,10 @@ def test_sanitizer_cases_run(cce, path):
 def test_options_are_all_measured(cce):
     rows = {}
     bench.Bench(cce, rows.__setitem__, device="cpu", tiny=True).run("options")
-    assert set(rows["options"]["samples_ms"]) == {"plain", *bars.OPTION_COSTS}
+    measured = set(rows["options"]["samples_ms"])
+    by_single_pass = {name for name in measured if name.startswith("single_pass/")}
+    assert measured - by_single_pass == {"plain", *bars.OPTION_COSTS}
+    assert len(by_single_pass) == 1 + sum(" by single_pass" in bar.what for bar in bars.BARS)
 
 
 @pytest.mark.parametrize("seed", [5, 77, 139, 3000])

@@ -35,6 +35,7 @@ def bench_row(name, shape):
         times = {"ignored_0": 4.2 * one, "ignored_90": 0.5 * one}
     if name == "options":
         times = {"plain": 4.2 * one} | {option: 4.2 * one * (cost - 0.01) for option, cost in bars.OPTION_COSTS.items()}
+        times |= {f"single_pass/{option}": 0.75 * ms for option, ms in times.items()}
     if name == "host":
         row["samples_us"] = {"step": [250.0] * 9}
     elif name.startswith("error/"):
