@@ -101,6 +101,24 @@ def test_default_budget(cce):
             assert plan == cce.plan(n, v, d, dtype, workspace=max(inputs, plan.workspace))
 
 
+@pytest.mark.parametrize("n, v, d", [(32768, 32000, 4096), (65536, 128256, 2048), (8192, 256000, 2304)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_default_budget_for_both_schedules(cce, n, v, d, dtype):
+    """The faster one within what `recompute` may take on its own."""
+    budget = max(64 * MIB, dtype.itemsize * (n + v) * d, cce.plan(n, v, d, dtype).workspace)
+    auto, alone = (cce.plan(n, v, d, dtype, scalar=True, schedule=name) for name in ("auto", "recompute"))
+    assert alone.workspace <= budget and auto.workspace <= budget
+    assert auto == cce.plan(n, v, d, dtype, scalar=True, workspace=budget)
+
+
+def test_default_schedule(cce):
+    """Llama 2 7B at 4 x 8192 tokens has room for blocks of tokens; so has a 16-bit call on a CPU."""
+    assert cce.plan(32768, 32000, 4096, torch.bfloat16, scalar=True).schedule == "single_pass"
+    for dtype in (torch.bfloat16, torch.float32):
+        small = cce.plan(4096, 49152, 576, dtype, device="cpu", scalar=True)
+        assert small.schedule == "single_pass" and small.block == 512
+
+
 def test_panels_are_aligned(cce):
     """The panel's row stride is a multiple of 64 whatever V is."""
     for size, device in itertools.product(SIZES, DEVICES):
@@ -177,10 +195,11 @@ def test_auto_is_the_faster_one(cce, size, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_asked_for_schedule_has_a_default_budget(cce, size, device, dtype):
     """Without a workspace the default is never below what the schedule needs."""
+    other = cce.plan(*size, dtype, device=device).workspace
     plan = cce.plan(*size, dtype, device=device, schedule="single_pass", scalar=True)
     needed = least(cce, *size, dtype, device=device, schedule="single_pass", scalar=True)
     sixth = 0 if device == "cuda" else 2 * size[0] * size[1]
-    assert plan.workspace <= max(64 * MIB, dtype.itemsize * (size[0] + size[1]) * size[2], needed, sixth)
+    assert plan.workspace <= max(64 * MIB, dtype.itemsize * (size[0] + size[1]) * size[2], other, needed, sixth)
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])

@@ -47,6 +47,14 @@ ROUNDED_BLOCKS = 4
 FREQUENT = 1024
 
 
+def _bytes(parts, stage):
+    return sum(size for name, size in parts.items() if name.partition(":")[0] in ("both", stage))
+
+
+def _peak(parts):
+    return max(_bytes(parts, "forward"), _bytes(parts, "backward"))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one forward and backward pass will use.
@@ -73,16 +81,13 @@ class Plan:
     flops: int
     milliseconds: float | None
 
-    def _of(self, stage: str) -> int:
-        return sum(size for name, size in self.parts.items() if name.partition(":")[0] in ("both", stage))
-
     def keeps(self, part: str) -> bool:
         return part in self.parts
 
     @property
     def workspace(self) -> int:
         """Peak bytes over the inputs and the returned gradients."""
-        return max(self._of("forward"), self._of("backward"))
+        return _peak(self.parts)
 
     def __str__(self) -> str:
         time = "" if self.milliseconds is None else f", {self.milliseconds:.3g} ms on an H200"
@@ -141,10 +146,6 @@ class _Sizes:
         return 8 * n * max(forward_splits(n, self.v, self.d, block_m=128, block_n=256, processors=132))
 
 
-def _default_budget(s: _Sizes):
-    return max(DEFAULT_WORKSPACE, s.itemsize * (s.n + s.v) * s.d)
-
-
 def _panel_columns(v, widest):
     panels = math.ceil(v / min(widest, v))
     step = PANEL_STEP if panels > 1 else 64
@@ -152,80 +153,86 @@ def _panel_columns(v, widest):
     return width, math.ceil(v / width)
 
 
-def _recompute(s: _Sizes, budget):
-    """(Plan, None), or (None, bytes that it needs) where the budget is too small. A budget of None is the default."""
-    fixed, per_column, parts = {}, {}, {"both:row state": STATE_BYTES * s.n}
-    if s.gpu:
-        parts["forward:split partials"] = s.splits(s.n)
-        if s.backward:
-            in_place = s.itemsize == 4 and not s.compacted
-            fixed["backward:dE accumulator"] = 4 * s.valid * s.d * (s.need_de and not in_place)
-            fixed["backward:compacted e"] = s.itemsize * s.valid * s.d * (s.compacted and not s.need_de)
-            per_column["backward:panel"] = s.itemsize * s.valid
-            per_column["backward:fp32 dC panel"] = 4 * s.d * (s.half and s.need_dc)
-    else:
-        parts["forward:tile"], widened = s.tile(s.valid)
-        parts["forward:fp32 operands"] = (4 + s.itemsize) * min(s.valid, TILE_ROWS) * s.d + widened
-        if s.backward:
-            copied = 4 * s.valid * s.d * (s.itemsize < 4 or s.compacted)
-            fixed["backward:row state"] = 44 * s.valid
-            fixed["backward:slice"] = parts["forward:tile"] // 8
-            fixed["backward:fp32 operands"] = copied + widened
-            fixed["backward:dE accumulator"] = copied * s.need_de
-            per_column["backward:panel"] = 4 * s.valid
-    parts |= {key: size for key, size in fixed.items() if size}
+def _default_budget(s: _Sizes, schedule):
+    """Bytes that a schedule may take where the call does not say: on a GPU the same for both."""
+    panels = _panel_parts(s, min(DEFAULT_PANEL, 64 * math.ceil(s.v / 64)))
+    budget = max(DEFAULT_WORKSPACE, s.itemsize * (s.n + s.v) * s.d, _peak(panels))
+    if schedule == "single_pass" and not s.gpu:
+        # A sixth of what materializing takes is not worth slower, shorter blocks.
+        block = min(s.n, CPU_BLOCK)
+        budget = max(budget, min(_peak(_block_parts(s, block, block)), 2 * s.n * s.v))
+    return budget
 
-    rate = max(sum(per_column.values()), 1)
-    held = parts["both:row state"] + sum(fixed.values())
-    forward = sum(parts.values()) - sum(fixed.values())
-    columns = 64 * math.ceil(s.v / 64)
-    narrowest = min(PANEL_STEP if s.gpu else TILE_COLUMNS, columns)
-    minimum = max(held + narrowest * rate * s.backward, forward)
-    if budget is None:
-        budget = max(_default_budget(s), minimum, held + min(DEFAULT_PANEL, columns) * rate * s.backward)
-    if budget < minimum:
-        return None, minimum
-    flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.v * s.d * (s.backward + s.need_de + s.need_dc)
+
+def _panel_parts(s: _Sizes, width):
+    """Scratch of `recompute` with panels of so many columns."""
+    forward, backward = {}, {}
+    if s.gpu:
+        forward["split partials"] = s.splits(s.n)
+        in_place = s.itemsize == 4 and not s.compacted
+        backward["dE accumulator"] = 4 * s.valid * s.d * (s.need_de and not in_place)
+        backward["compacted e"] = s.itemsize * s.valid * s.d * (s.compacted and not s.need_de)
+        backward["panel"] = s.itemsize * s.valid * width
+        backward["fp32 dC panel"] = 4 * s.d * width * (s.half and s.need_dc)
+    else:
+        forward["tile"], widened = s.tile(s.valid)
+        forward["fp32 operands"] = (4 + s.itemsize) * min(s.valid, TILE_ROWS) * s.d + widened
+        copied = 4 * s.valid * s.d * (s.itemsize < 4 or s.compacted)
+        backward["row state"] = 44 * s.valid
+        backward["slice"] = forward["tile"] // 8
+        backward["fp32 operands"] = copied + widened
+        backward["dE accumulator"] = copied * s.need_de
+        backward["panel"] = 4 * s.valid * width
+    parts = {"both:row state": STATE_BYTES * s.n}
+    parts |= {f"forward:{name}": size for name, size in forward.items()}
+    return parts | {f"backward:{name}": size for name, size in backward.items() if size and s.backward}
+
+
+def _recompute(s: _Sizes, budget):
+    """The plan of the widest panels within the budget, or of the narrowest."""
     width = panels = 0
     time = _product(s, s.n, epilogue=90)
     if s.backward:
-        width, panels = _panel_columns(s.v, max(narrowest, (budget - held) // rate // PANEL_STEP * PANEL_STEP))
-        parts |= {key: size * width for key, size in per_column.items() if size}
+        held = _bytes(_panel_parts(s, 0), "backward")
+        per_column = max(_bytes(_panel_parts(s, 1), "backward") - held, 1)
+        widest = (budget - held) // per_column // PANEL_STEP * PANEL_STEP
+        width, panels = _panel_columns(s.v, max(widest, PANEL_STEP if s.gpu else TILE_COLUMNS))
         time += _product(s, s.valid, epilogue=150) + _product(s, s.valid) * (s.need_de + s.need_dc)
         time += panels * (PANEL + 8 * s.valid * s.d * s.need_de / SUM_RATE)
-    return Plan(
-        *("recompute", width, panels, s.valid, 1, s.valid, MappingProxyType(parts), flops), _milliseconds(s, time)
-    ), None
+    flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.v * s.d * (s.backward + s.need_de + s.need_dc)
+    parts = MappingProxyType(_panel_parts(s, width))
+    return Plan("recompute", width, panels, s.valid, 1, s.valid, parts, flops, _milliseconds(s, time))
 
 
 # Numbers of blocks of tokens that are weighed: every one up to 16, then steps of a tenth.
 _LADDER = [*range(1, 16), *(round(16 * 1.1**k) for k in range(120))]
 
 
-def _single_pass(s: _Sizes, budget):
-    """(Plan, None) of the least predicted time, or (None, bytes that the smallest block needs)."""
-    width, fp32 = 64 * math.ceil(s.v / 64), s.itemsize == 4
-    itemsize = s.itemsize if s.gpu else 4
-    sums = 4 * s.v * s.d * (s.need_dc and not fp32)
+def _block_parts(s: _Sizes, block, chunk):
+    """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted a chunk at a time."""
+    blocks, fp32 = math.ceil(s.n / block), s.itemsize == 4
+    summed = s.need_dc and not fp32 and blocks > 1
+    rounded = summed and s.gpu and blocks <= ROUNDED_BLOCKS and s.v > FREQUENT
+    parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 64) * block}
+    parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * 64 * math.ceil(s.v / 64)
+    # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
+    parts["forward:rows of e, then of dE"] = 4 * chunk * s.d
+    if s.gpu:
+        parts["forward:split partials"] = 8 * block * max(s.v // 1024, math.ceil(4 * PROCESSORS / block * 128))
+    else:
+        tile, parts["forward:fp32 operands"] = s.tile(block)
+        parts["forward:slice"] = tile // 8
+        parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
+    if rounded:
+        parts["forward:fp32 dC of frequent ids"] = FREQUENT * (4 * s.d + s.itemsize * block) + 24 * s.v
+    elif summed:
+        parts["forward:fp32 dC"] = 4 * s.v * s.d
+    return {name: size for name, size in parts.items() if size}
 
-    def parts_of(block, chunk):
-        blocks = math.ceil(s.n / block)
-        summed = s.need_dc and not fp32 and blocks > 1
-        rounded = summed and s.gpu and blocks <= ROUNDED_BLOCKS and s.v > FREQUENT
-        parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 64) * block}
-        parts["forward:panel"] = itemsize * block * width
-        # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
-        parts["forward:rows of e, then of dE"] = 4 * chunk * s.d
-        if s.gpu:
-            parts["forward:split partials"] = 8 * block * max(s.v // 1024, math.ceil(4 * PROCESSORS / block * 128))
-        else:
-            tile, parts["forward:fp32 operands"] = s.tile(block)
-            parts["forward:slice"] = tile // 8
-            parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
-        frequent = FREQUENT * (4 * s.d + s.itemsize * block) + 24 * s.v
-        parts["forward:fp32 dC of frequent ids"] = frequent * rounded
-        parts["forward:fp32 dC"] = sums * (summed and not rounded)
-        return {key: size for key, size in parts.items() if size}
+
+def _single_pass(s: _Sizes, budget):
+    """The plan of the least predicted time within the budget, or of the fewest bytes."""
+    fp32 = s.itemsize == 4
 
     def seconds(block, chunk):
         if not s.gpu:
@@ -238,26 +245,17 @@ def _single_pass(s: _Sizes, budget):
     # The same candidates for every budget, so that a larger one is never slower.
     used = {}
     for blocks in _LADDER:
-        block = min(s.n, BLOCK_STEP * math.ceil(math.ceil(s.n / blocks) / BLOCK_STEP))
+        block = min(s.n, BLOCK_STEP * math.ceil(s.n / (blocks * BLOCK_STEP)))
         for chunk in (block,) if fp32 or not s.gpu else (block, (block + 1) // 2):
-            used[block, chunk] = sum(parts_of(block, chunk).values())
+            used[block, chunk] = _peak(_block_parts(s, block, chunk))
         if block <= BLOCK_STEP:
             break
-    minimum = min(used.values())
-    if budget is None:
-        budget = max(_default_budget(s), minimum)
-        if not s.gpu:
-            # A sixth of what materializing takes is not worth slower, shorter blocks.
-            budget = max(budget, min(sum(parts_of(*[min(s.n, CPU_BLOCK)] * 2).values()), 2 * s.n * s.v))
-    if budget < minimum:
-        return None, minimum
-    block, chunk = min((sizes for sizes in used if used[sizes] <= budget), key=lambda sizes: seconds(*sizes))
+    fitting = [sizes for sizes in used if used[sizes] <= budget] or [min(used, key=used.get)]
+    block, chunk = min(fitting, key=lambda sizes: seconds(*sizes))
     flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
-    parts = MappingProxyType(parts_of(block, chunk))
-    return Plan(
-        *("single_pass", width, 1, block, math.ceil(s.n / block), chunk, parts, flops),
-        _milliseconds(s, seconds(block, chunk)),
-    ), None
+    parts, width = MappingProxyType(_block_parts(s, block, chunk)), 64 * math.ceil(s.v / 64)
+    time = _milliseconds(s, seconds(block, chunk))
+    return Plan("single_pass", width, 1, block, math.ceil(s.n / block), chunk, parts, flops, time)
 
 
 def _product(s: _Sizes, rows, epilogue=0):
@@ -306,10 +304,12 @@ def plan(
         valid: tokens whose target is not ignored, where known; otherwise room is kept for any number of them.
         compacted: whether the valid rows of e are copied together; by default unless `valid` says that all are.
         need_de, need_dc, need_dbias: which gradients are wanted.
-        workspace: byte budget over inputs and gradients. Default: max(64 MiB, bytes of e and c, what `recompute` needs
-            for panels of 4096 columns); for plain torch operations also what `single_pass` needs for blocks of 512
-            tokens, up to a sixth of what materialized fp32 logits take.
-        schedule: ``"auto"`` (the one of least predicted time within the budget), ``"recompute"`` or ``"single_pass"``.
+        workspace: byte budget over inputs and gradients. The default is the same for both schedules: max(64 MiB, bytes
+            of e and c, what `recompute` needs for panels of 4096 columns). With plain torch operations `single_pass`
+            may also take what it needs for blocks of 512 tokens, up to a sixth of what materialized fp32 logits take;
+            asked for by name, it may on any device take what it needs at least.
+        schedule: ``"auto"`` (the one of least predicted time within the budget; with plain torch operations
+            `single_pass` where it fits), ``"recompute"`` or ``"single_pass"``.
         scalar: whether the call is one that ``single_pass`` can serve: a mean or sum without return_lse, z_loss and
             label_smoothing, no trained bias, bfloat16 or float32.
 
@@ -331,17 +331,18 @@ def plan(
     scalar = scalar and s.valid > 0 and d > 0 and (need_de or need_dc) and not need_dbias and not s.half
     if schedule == "single_pass" and not scalar:
         raise ValueError("schedule: 'single_pass' needs a scalar loss with gradients; see plan(scalar=...)")
-    served, least = [], []
-    for name_of, make in (("single_pass", _single_pass), ("recompute", _recompute)):
+    plans, fitting = [], []
+    for name_of, plan_of in (("single_pass", _single_pass), ("recompute", _recompute)):
         if schedule in ("auto", name_of) and (scalar or name_of == "recompute"):
-            # Left to choose, the default budget is what it is; a schedule that is asked for gets what it needs.
-            unasked = schedule == "auto" and workspace is None and name_of == "single_pass"
-            found, minimum = make(s, _default_budget(s) if unasked else workspace)
-            served += [] if found is None else [found]
-            least += [] if minimum is None else [minimum]
-    if not served:
+            budget = _default_budget(s, name_of) if workspace is None else workspace
+            found = plan_of(s, budget)
+            plans.append(found)
+            # Asked for by name and without a budget, a schedule gets what it needs.
+            if found.workspace <= budget or (workspace is None and schedule == name_of):
+                fitting.append(found)
+    if not fitting:
         raise ValueError(
             f"workspace: got {workspace} bytes, these sizes (N = {n}, V = {v}, D = {d}, {name}) need at least "
-            f"{min(least)}"
+            f"{min(found.workspace for found in plans)}"
         )
-    return min(served, key=lambda chosen: chosen.milliseconds or 0.0)
+    return min(fitting, key=lambda chosen: chosen.milliseconds or 0.0)
