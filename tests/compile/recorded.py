@@ -74,28 +74,26 @@ class Recorder:
         """Launches by kernel name of one forward and backward with the tiles of this row of CONFIGS."""
         self._begin(row, live)
         gradient = torch.ones(()).expand(problem.e.shape[0])
-        gradients = self.problem.RowGradients(
+        upstream = self.problem.RowGradients(
             *(gradient if name in upstream else None for name in self.problem.RowGradients._fields)
         )
         fold = self.recompute.forward(self.backend, problem, **wanted)
-        self.recompute.backward(
-            self.backend, problem, fold, gradients, True, True, False, None, *_gradients_of(problem), None
-        )
+        self.recompute.backward(self.backend, problem, fold, upstream, self._gradients_of(problem), None)
         return self._by_name()
 
     def sweep(self, row, problem, live):
         """The same of a weighted mean by `single_pass`, and of an upstream gradient that is not 1."""
         self._begin(row, live)
-        weights, gradients = torch.ones(problem.e.shape[0]), _gradients_of(problem)
+        weights, gradients = torch.ones(problem.e.shape[0]), self._gradients_of(problem)
         self.single_pass.loss_and_gradients(
-            self.backend, problem, weights, weights.sum(), False, None, "single_pass", *gradients
+            self.backend, problem, weights, weights.sum(), False, gradients, None, "single_pass"
         )
-        self.backend.scale(torch.ones(()), *gradients)
+        self.backend.scale(torch.ones(()), gradients.de, gradients.dc)
         return self._by_name()
 
-
-def _gradients_of(problem):
-    return torch.empty_like(problem.e, memory_format=torch.contiguous_format), torch.empty_like(problem.c)
+    def _gradients_of(self, problem):
+        de = torch.empty_like(problem.e, memory_format=torch.contiguous_format)
+        return self.problem.Gradients(de, torch.empty_like(problem.c), None)
 
 
 def _argument(value, specialize):

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from . import ops
 from .backends import backend_of
-from .planner import SCHEDULES, plan
+from .planner import SCHEDULES
+from .schedules import single_pass
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
@@ -234,11 +235,10 @@ class _Flat:
     def fold(self, want_smooth=False, want_entropy=False, want_prediction=False, workspace=None):
         run = ops.fold_of(*self.tensors, self.weight)
         nll, lse, smooth, entropy, prediction, _, _, _, count = run(
-            self.e, self.c, self.targets, self.bias, self.weight if want_smooth else None, *self.options,
+            *self.tensors, self.weight if want_smooth else None, *self.options,
             want_smooth, want_entropy, want_prediction, self.needs, workspace,
         )  # fmt: skip
         return nll, lse, smooth, entropy, prediction, count.squeeze(0)
-
 
     def number(self, x):
         """A number or a 0-d tensor as fp32 on the device of e."""
@@ -258,19 +258,14 @@ class _Flat:
             return False
         if not ops.eager(*self.tensors):
             return True
-        n, d = self.e.shape
-        device = "cuda" if backend_of(self.e.device).NAME == "triton" else "cpu"
-        chosen = plan(
-            n, self.vocab_size, d, self.e.dtype, device=device, need_de=self.needs[0], need_dc=self.needs[1],
-            workspace=workspace, schedule=schedule if n and d else "recompute", scalar=True,
-        )  # fmt: skip
-        return chosen.schedule == "single_pass"
+        backend = backend_of(self.e.device)
+        plan = single_pass.planned(backend, self.e, self.vocab_size, self.needs, workspace, schedule)
+        return plan.schedule == "single_pass"
 
     def single_pass(self, weights, divisor, mean, schedule, workspace):
         run = ops.single_pass_of(*self.tensors, weights, divisor)
         found = run(
-            self.e, self.c, self.targets, self.bias, weights, divisor, mean, *self.options, *self.needs[:2],
-            workspace, schedule,
+            *self.tensors, weights, divisor, mean, *self.options, *self.needs[:2], workspace, schedule
         )  # fmt: skip
         return found[0] if isinstance(found, tuple) else found
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._ops import add_op_namespace_prefix
 from .backends import backend_of
-from .problem import Fold, Problem
+from .problem import Fold, Gradients, Problem
 from .schedules import recompute, single_pass
 
 
@@ -131,19 +131,18 @@ def recompute_backward(
         for gradient in (dc, dbias):
             gradient[vocab_size:].zero_()
     with _no_autocast(e.device.type):
-        gradients = recompute.row_gradients(problem, g_nll, g_lse, g_smooth, g_entropy)
+        upstream = recompute.row_gradients(problem, g_nll, g_lse, g_smooth, g_entropy)
         recompute.backward(
             backend_of(e.device),
             problem,
             Fold(nll, nll, None, _present(entropy), None, m, s, rows, count),
-            gradients,
-            need_de,
-            need_dc,
-            need_dbias,
+            upstream,
+            Gradients(
+                de if need_de else None,
+                dc[:vocab_size] if need_dc else None,
+                dbias[:vocab_size] if need_dbias else None,
+            ),
             workspace,
-            de if need_de else None,
-            dc[:vocab_size] if need_dc else None,
-            dbias[:vocab_size] if need_dbias else None,
         )
     return de, dc, dbias
 
@@ -225,8 +224,8 @@ def single_pass_forward(
     dc[vocab_size:].zero_()
     with _no_autocast(e.device.type):
         loss = single_pass.loss_and_gradients(
-            backend_of(e.device), problem, weights, divisor, mean, workspace, schedule,
-            de if need_de else None, dc[:vocab_size] if need_dc else None,
+            backend_of(e.device), problem, weights, divisor, mean,
+            Gradients(de if need_de else None, dc[:vocab_size] if need_dc else None, None), workspace, schedule,
         )  # fmt: skip
     return loss, de, dc
 

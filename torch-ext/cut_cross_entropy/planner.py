@@ -81,9 +81,6 @@ class Plan:
     flops: int
     milliseconds: float | None
 
-    def keeps(self, part: str) -> bool:
-        return part in self.parts
-
     @property
     def workspace(self) -> int:
         """Peak bytes over the inputs and the returned gradients."""
@@ -140,6 +137,10 @@ class _Sizes:
         """Bytes of a tile of logits of the torch backend and of the rows of c widened for it."""
         columns = min(self.v, TILE_COLUMNS)
         return 4 * min(rows, TILE_ROWS) * columns, 4 * columns * self.d * (self.itemsize < 4)
+
+    def rounded(self, blocks):
+        """Whether dC is summed over so many blocks in 16 bits."""
+        return self.gpu and self.itemsize < 4 and 1 < blocks <= ROUNDED_BLOCKS and self.v > FREQUENT
 
     def splits(self, n):
         # Of a device of 132 multiprocessors, a twentieth of a percent of the logits.
@@ -210,9 +211,6 @@ _LADDER = [*range(1, 16), *(round(16 * 1.1**k) for k in range(120))]
 
 def _block_parts(s: _Sizes, block, chunk):
     """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted a chunk at a time."""
-    blocks, fp32 = math.ceil(s.n / block), s.itemsize == 4
-    summed = s.need_dc and not fp32 and blocks > 1
-    rounded = summed and s.gpu and blocks <= ROUNDED_BLOCKS and s.v > FREQUENT
     parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 64) * block}
     parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * 64 * math.ceil(s.v / 64)
     # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
@@ -223,30 +221,30 @@ def _block_parts(s: _Sizes, block, chunk):
         tile, parts["forward:fp32 operands"] = s.tile(block)
         parts["forward:slice"] = tile // 8
         parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
-    if rounded:
+    blocks = math.ceil(s.n / block)
+    if s.need_dc and s.rounded(blocks):
         parts["forward:fp32 dC of frequent ids"] = FREQUENT * (4 * s.d + s.itemsize * block) + 24 * s.v
-    elif summed:
+    elif s.need_dc and s.itemsize < 4 and blocks > 1:
         parts["forward:fp32 dC"] = 4 * s.v * s.d
     return {name: size for name, size in parts.items() if size}
 
 
 def _single_pass(s: _Sizes, budget):
     """The plan of the least predicted time within the budget, or of the fewest bytes."""
-    fp32 = s.itemsize == 4
 
     def seconds(block, chunk):
         if not s.gpu:
             return abs(block - CPU_BLOCK)
         blocks = math.ceil(s.n / block)
         time = _product(s, s.n, epilogue=110) + _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc)
-        rounded = blocks <= ROUNDED_BLOCKS and not fp32
-        return time + blocks * BLOCK + (blocks - 1) * s.v * s.d * s.need_dc * (4 if rounded else 8) / SUM_RATE
+        summed = (blocks - 1) * s.v * s.d * s.need_dc * (4 if s.rounded(blocks) else 8)
+        return time + blocks * BLOCK + summed / SUM_RATE
 
     # The same candidates for every budget, so that a larger one is never slower.
     used = {}
     for blocks in _LADDER:
         block = min(s.n, BLOCK_STEP * math.ceil(s.n / (blocks * BLOCK_STEP)))
-        for chunk in (block,) if fp32 or not s.gpu else (block, (block + 1) // 2):
+        for chunk in (block, (block + 1) // 2) if s.gpu and s.itemsize < 4 else (block,):
             used[block, chunk] = _peak(_block_parts(s, block, chunk))
         if block <= BLOCK_STEP:
             break

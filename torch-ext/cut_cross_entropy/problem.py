@@ -40,6 +40,22 @@ class Fold:
     count: Tensor  # int32 [1], how many there are
 
 
+class Gradients(NamedTuple):
+    """Where the gradients of e, c and bias are written; None where one is not wanted."""
+
+    de: Optional[Tensor]  # [N, D]
+    dc: Optional[Tensor]  # [V, D], real classes only
+    dbias: Optional[Tensor]  # [V]
+
+    @property
+    def wanted(self):
+        return tuple(gradient is not None for gradient in self)
+
+    def columns(self, v0, v1):
+        """dC and dbias of the classes v0 to v1."""
+        return (None if gradient is None else gradient[v0:v1] for gradient in (self.dc, self.dbias))
+
+
 class RowGradients(NamedTuple):
     """Upstream gradients by row, fp32 [N] of any stride. With q = p - onehot,
 

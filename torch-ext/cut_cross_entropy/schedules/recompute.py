@@ -36,38 +36,34 @@ def row_gradients(problem, nll, lse, smooth, entropy):
     return RowGradients(nll, rest, smooth, entropy)
 
 
-def backward(backend, problem, fold, gradients, need_de, need_dc, need_dbias, workspace, de, dc, dbias):
+def backward(backend, problem, fold, upstream, gradients, workspace):
     """dC[panel] = panel.T @ e, one plain write each; dE = sum over panels of panel @ c[panel], fp32, rounded once."""
     (n, d), v = problem.e.shape, problem.c.shape[0]
     live, known = backend.count_on_host(problem, fold.count) if n else (0, True)
     if live == 0 or d == 0:
-        for gradient in (de, dc, dbias):
+        for gradient in gradients:
             if gradient is not None:
                 gradient.zero_()
         return
-    chosen = planned(
-        backend, problem.e, v, (need_de, need_dc, need_dbias), workspace, valid=live, compacted=not known or live < n
-    )
-    unit = backend.panel_unit(problem, gradients)
+    compacted = not known or live < n
+    chosen = planned(backend, problem.e, v, gradients.wanted, workspace, valid=live, compacted=compacted)
+    unit = backend.panel_unit(problem, upstream)
+    de = gradients.de
     e = backend.compact(problem.e, fold.rows, fold.count, live, known, de)
-    in_place = need_de and de.dtype == torch.float32 and e is problem.e
-    accumulator = None
-    if need_de:
-        accumulator = de if in_place else torch.empty((live, d), dtype=torch.float32, device=de.device)
+    accumulator = de
+    if de is not None and (de.dtype != torch.float32 or e is not problem.e):
+        accumulator = torch.empty((live, d), dtype=torch.float32, device=de.device)
     panel = backend.new_panel(problem.e, live, chosen.panel)
-    write_dlogits = backend.dlogits(problem, e, fold, gradients, live, unit, panel)
+    write_dlogits = backend.dlogits(problem, e, fold, upstream, live, unit, panel)
     for v0 in range(0, v, chosen.panel):
         v1 = min(v0 + chosen.panel, v)
         write_dlogits(v0, v1)
         for a, b in aligned_pieces(v0, v1):
             piece = panel[:, a - v0 : b - v0]
-            if need_dc or need_dbias:
-                backend.contract_c(
-                    piece, e, dc[a:b] if need_dc else None, dbias[a:b] if need_dbias else None, unit
-                )
-            if need_de:
+            backend.contract_c(piece, e, *gradients.columns(a, b), unit)
+            if de is not None:
                 backend.accumulate(piece, problem.c[a:b], accumulator, first=a == 0)
-    if need_de and not in_place:
+    if accumulator is not de:
         backend.expand(accumulator, fold.rows, fold.count, live, known, unit, de)
 
 

@@ -13,31 +13,35 @@ from ..problem import RowGradients
 from . import recompute
 
 
-def loss_and_gradients(backend, problem, weights, divisor, mean, workspace, schedule, de, dc):
-    """sum_i weights_i * nll_i / divisor over the valid rows, its gradients written to dE and dC (None: not wanted).
+def planned(backend, e, v, needs, workspace, schedule):
+    """The plan of a scalar loss with gradients; where e is empty, that of `recompute`."""
+    schedule = schedule if e.numel() else "recompute"
+    return recompute.planned(backend, e, v, needs, workspace, schedule=schedule, scalar=True)
+
+
+def loss_and_gradients(backend, problem, weights, divisor, mean, gradients, workspace, schedule):
+    """sum_i weights_i * nll_i / divisor over the valid rows, and its gradients.
 
     weights [N] and divisor 0-d are fp32 and default to 1; with `mean` the divisor is the number of valid rows. Where
     `schedule` is "auto" and `recompute` the better plan, that is what runs.
     """
-    (n, d), v = problem.e.shape, problem.c.shape[0]
-    needs = (de is not None, dc is not None, False)
-    schedule = schedule if n and d else "recompute"
-    plan = recompute.planned(backend, problem.e, v, needs, workspace, schedule=schedule, scalar=True)
+    n, v, (de, dc, _) = problem.e.shape[0], problem.c.shape[0], gradients
+    plan = planned(backend, problem.e, v, gradients.wanted, workspace, schedule)
     rows, count = backend.select(problem.targets, problem.ignore_index, v)
     if mean:
         divisor = count[0].float()
     if plan.schedule == "recompute":
         fold = backend.fold(problem, rows, count, False, False, False)
         g = torch.ones_like(fold.nll) if weights is None else weights
-        g = RowGradients(g if divisor is None else _divided(g, divisor), None, None, None)
-        recompute.backward(backend, problem, fold, g, *needs, workspace, de, dc, None)
+        upstream = RowGradients(g if divisor is None else _divided(g, divisor), None, None, None)
+        recompute.backward(backend, problem, fold, upstream, gradients, workspace)
         return _total(fold.nll, weights, divisor)
 
     if weights is not None:
         weights = weights[rows.long().clamp(0, n - 1)]
     panel = backend.new_panel(problem.e, plan.block, plan.panel)
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
-    total = dc if dc is None else _Sum(backend, plan, problem, dc)
+    total = None if dc is None else _Sum(backend, plan, problem, dc)
     nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
     # The count is on its way to the host while the first block is folded.
     counting = backend.count_later(problem, count)
@@ -84,9 +88,9 @@ class _Sum:
         self.accumulate, self.dc, self.ids = backend.accumulate, dc, None
         self.total, self.frequent = dc, None
         (v, d), new = dc.shape, functools.partial(torch.empty, dtype=torch.float32, device=dc.device)
-        if plan.keeps("forward:fp32 dC"):
+        if "forward:fp32 dC" in plan.parts:
             self.total = new((v, d))
-        elif plan.keeps("forward:fp32 dC of frequent ids"):
+        elif "forward:fp32 dC of frequent ids" in plan.parts:
             self.ids, self.frequent = _frequent(problem, FREQUENT), new((FREQUENT, d))
 
     def add(self, x, scaled, first):
