@@ -135,26 +135,26 @@ FOLD, MERGE, DLOGITS, EXPONENTIALS, ROWS, CONTRACT, TILE = (
     f"backends/triton/{name}.py" for name in ("fold", "merge", "dlogits", "exponentials", "rows", "contract", "logits")
 )
 RECOMPUTE, SINGLE_PASS, FUNCTIONAL = "schedules/recompute.py", "schedules/single_pass.py", "functional.py"
-ONLINE = """        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
-        if WANT_SMOOTH:
+ONLINE = """        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
+        if SOFTCAP == 0:
 """
 
 FAULTS = {
     "pad lanes masked before softcap": Fault(
         FOLD,
         [
-            (ONLINE, f'        b_z = tl.where((o_v < V)[None, :], b_z, float("-inf"))\n{ONLINE}'),
-            ('b_real = tl.where((o_v < V)[None, :], b_z, float("-inf"))', "b_real = b_z"),
+            (ONLINE, f'        b_dot = tl.where((o_v < V)[None, :], b_dot, float("-inf"))\n{ONLINE}'),
+            ('b_real = tl.where((o_v < V)[None, :], b_x, float("-inf"))', "b_real = b_x"),
         ],
         many_options,
     ),
-    "pad lanes counted": Fault(FOLD, [("b_hit | (o_v >= V)[None, :], 0.0", "b_hit, 0.0")], dense),
+    "pad lanes counted": Fault(FOLD, [("tl.where((o_v < V)[None, :], b_p, 0.0)", "b_p")], dense),
     "bias added per tile of D": Fault(
         FOLD,
         [(
             ONLINE,
             "        if HAS_BIAS:\n"
-            "            b_z += (tl.cdiv(D, BK) - 1) * tl.load(bias + o_v, mask=o_v < V, other=0.0)[None, :]\n"
+            "            b_dot += (tl.cdiv(D, BK) - 1) * tl.load(bias + o_v, mask=o_v < V, other=0.0)[None, :]\n"
             + ONLINE,
         )],
         many_options,
@@ -178,8 +178,8 @@ FAULTS = {
         predictions,
     ),
     "logits rounded to 16 bits": Fault(
-        TILE, [("return b_z\n\n\n@triton.jit\ndef capped", "return b_z.to(tl.float16).to(tl.float32)\n\n\n"
-                "@triton.jit\ndef capped")], plain
+        TILE, [("return b_z\n\n\n@triton.jit\ndef scaled", "return b_z.to(tl.float16).to(tl.float32)\n\n\n"
+                "@triton.jit\ndef scaled")], plain
     ),
     "p rounded before the 1 is subtracted": Fault(
         DLOGITS, [("b_nll * expm1(b_log_py)", "b_nll * (b_py.to(tl.float16).to(tl.float32) - 1.0)")], confident
@@ -223,7 +223,7 @@ FAULTS = {
     ),
     "factors without the sum of the row": Fault(EXPONENTIALS, [("b_g * factor / b_s", "b_g * factor")], swept),
     "slope of the softcap at the target alone": Fault(
-        FOLD, [("b_stored = b_x * (1.0 - (b_z / outer) * (b_z / outer))", "b_stored = b_x * 1.0")], swept
+        FOLD, [("b_stored = b_p * (1.0 - b_x * b_x)", "b_stored = b_p * 1.0")], swept
     ),
     "dC of the last block alone": Fault(
         SINGLE_PASS, [("total.add(x, scaled, first=i0 == 0)", "total.add(x, scaled, first=True)")], swept_in_blocks

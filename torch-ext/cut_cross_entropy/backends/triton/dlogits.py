@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import configs
 from .launch import launch
-from .logits import grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
+from .logits import above, grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
 from .math import LN2, LOG2E, exp, expm1
 
 
@@ -29,17 +29,17 @@ def row_vector(values, o_m, m_m, stride, PRESENT: tl.constexpr):
 
 @triton.jit
 def gradient(
-    x, log_p, w, z, a, smooth, entropy, h, outer,
+    q, log_p, w, t, a, smooth, entropy, h,
     SOFTCAP: tl.constexpr, HAS_SMOOTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """(a - entropy * (log p + H)) * x - smooth * w, times 1 - tanh^2 under a softcap."""
-    dz = a * x
+    """(a - entropy * (log p + H)) * q - smooth * w, times 1 - t^2 where t is the tanh of a softcap."""
+    dz = a * q
     if HAS_ENTROPY:
-        dz -= entropy * x * tl.where(log_p == float("-inf"), 0.0, log_p + h)
+        dz -= entropy * q * tl.where(log_p == float("-inf"), 0.0, log_p + h)
     if HAS_SMOOTH:
         dz -= smooth * w
     if SOFTCAP > 0:
-        dz *= 1.0 - (z / outer) * (z / outer)
+        dz *= 1.0 - t * t
     return dz
 
 
@@ -66,11 +66,11 @@ def dlogits_kernel(
         i_v = i_v0 + i_t * BN
         o_m = i_m + tl.arange(0, BM)
         o_v = i_v + tl.arange(0, BN)
-        b_z = tile_dot(
+        b_dot = tile_dot(
             e, c, i_m, tl.minimum(o_m, live - 1).to(tl.int64), i_v, V, D, stride_e, stride_c,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
-        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
+        b_x, unit_x = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
 
         m_m = o_m < tl.load(count)
         o_n = tl.load(rows + o_m, mask=m_m, other=0).to(tl.int64)
@@ -91,12 +91,12 @@ def dlogits_kernel(
         if HAS_WEIGHT:
             b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
 
-        # Away from the target q = p = x / s: the division joins the coefficients of the row.
-        b_above = b_z - b_m[:, None]
+        # Away from the target q = p = 2^(z - m) / s: the division joins the coefficients of the row.
+        b_above = above(b_x, unit_x, b_m)
         b_dz = gradient(
-            tl.exp2(b_above), LN2 * (b_above - tl.log2(b_s)[:, None]), b_w[None, :], b_z,
+            tl.exp2(b_above), LN2 * (b_above - tl.log2(b_s)[:, None]), b_w[None, :], b_x,
             ((b_nll + b_rest) / b_s)[:, None], b_smooth[:, None],
-            (b_entropy / b_s)[:, None], b_h[:, None], outer, SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+            (b_entropy / b_s)[:, None], b_h[:, None], SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
         )  # fmt: skip
         if tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32)) == 1:
             b_log_py = -row_vector(loss, o_n, m_m, 1, True)
@@ -104,9 +104,10 @@ def dlogits_kernel(
             b_wy = tl.full([BM], 1.0, dtype=tl.float32)
             if HAS_WEIGHT:
                 b_wy = row_vector(weight, tl.maximum(b_y, 0), m_m, 1, True)
+            b_zy = (b_m + tl.log2(b_s)) + LOG2E * b_log_py
             b_dzy = gradient(
-                1.0, b_log_py, b_wy, (b_m + tl.log2(b_s)) + LOG2E * b_log_py, b_nll * expm1(b_log_py) + b_rest * b_py,
-                b_smooth, b_entropy * b_py, b_h, outer, SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
+                1.0, b_log_py, b_wy, b_zy / outer, b_nll * expm1(b_log_py) + b_rest * b_py,
+                b_smooth, b_entropy * b_py, b_h, SOFTCAP, HAS_SMOOTH, HAS_ENTROPY,
             )  # fmt: skip
             b_dz = tl.where(o_v[None, :] == b_y[:, None], b_dzy[:, None], b_dz)
         store_tile(panel, b_dz, i_m, i_t * BN, live, width, stride_panel, BM, BN, PANEL_DESCRIPTOR)

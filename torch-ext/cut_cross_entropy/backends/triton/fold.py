@@ -29,7 +29,7 @@ from ...planner import forward_splits
 from ...problem import Fold
 from . import configs
 from .launch import launch
-from .logits import grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
+from .logits import above, grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
 from .merge import base_of, counted_splits, is_dense, merge_kernel
 from .offsets import offsets
 
@@ -39,14 +39,15 @@ OVERFLOW: tl.constexpr = tl.constexpr(2.0**80)
 
 
 @triton.jit
-def summed(b_z, b_hit, b_m, MASKED: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr):
-    """Of one tile, by row: max, and relative to the new running max the sums of 2^z and 2^z z; the max's column."""
+def summed(b_x, unit, b_hit, b_m, MASKED: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr):
+    """Of one tile z = x * unit, by row: max, relative to the new running max the sums of 2^z and 2^z z; its column."""
     if WANT_ARGMAX:
-        b_top, b_at = tl.max(b_z, 1, return_indices=True, return_indices_tie_break_left=True)
+        b_top, b_at = tl.max(b_x, 1, return_indices=True, return_indices_tie_break_left=True)
     else:
-        b_top = tl.max(b_z, 1)
+        b_top = tl.max(b_x, 1)
         b_at = tl.zeros(b_top.shape, dtype=tl.int32)
-    b_above = b_z - base_of(tl.maximum(b_m, b_top))[:, None]
+    b_top *= unit
+    b_above = above(b_x, unit, base_of(tl.maximum(b_m, b_top)))
     b_p = tl.exp2(b_above)
     if MASKED:
         b_p = tl.where(b_hit, 0.0, b_p)
@@ -72,33 +73,33 @@ def fold_relative(
 ):  # fmt: skip
     """Relative to a known offset k: s = sum_{v != y} 2^(z_v - k), and z_y. With STORE the terms go to the panel."""
     b_s = tl.zeros([BM], dtype=tl.float32)
-    b_xy = tl.zeros([BM], dtype=tl.float32)
+    b_py = tl.zeros([BM], dtype=tl.float32)
     for i_t in tl.range(first, last, flatten=FLATTEN):
         i_v = i_t * BN
         o_v = i_v + tl.arange(0, BN)
-        b_z = tile_dot(
+        b_dot = tile_dot(
             e, c, i_m, o_m, i_v, V, D, stride_e, stride_c,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
-        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
-        b_x = tl.exp2(b_z - b_k[:, None])
+        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
+        b_p = tl.exp2(above(b_x, unit, b_k))
         if STORE:
-            b_stored = b_x
+            b_stored = b_p
             if SOFTCAP > 0:
-                b_stored = b_x * (1.0 - (b_z / outer) * (b_z / outer))
+                b_stored = b_p * (1.0 - b_x * b_x)
             store_tile(panel, b_stored, i_m, i_v, N, V, stride_panel, BM, BN, PANEL_DESCRIPTOR)
         # Both branches hand on row vectors alone: a tile that left them would be copied register by register.
         b_masked = (i_v + BN > V).to(tl.int32) + tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32))
         if b_masked > 0:
             b_hit = o_v[None, :] == b_y[:, None]
-            b_here = tl.sum(tl.where(b_hit, b_x, 0.0), 1)
-            b_add = tl.sum(tl.where(b_hit | (o_v >= V)[None, :], 0.0, b_x), 1)
+            b_here = tl.sum(tl.where(b_hit, b_p, 0.0), 1)
+            b_add = tl.sum(tl.where(b_hit, 0.0, tl.where((o_v < V)[None, :], b_p, 0.0)), 1)
         else:
             b_here = tl.zeros([BM], dtype=tl.float32)
-            b_add = tl.sum(b_x, 1)
-        b_xy += b_here
+            b_add = tl.sum(b_p, 1)
+        b_py += b_here
         b_s += b_add
-    return b_s, b_k + tl.log2(b_xy)
+    return b_s, b_k + tl.log2(b_py)
 
 
 @triton.jit
@@ -119,26 +120,30 @@ def fold_online(
     for i_t in tl.range(first, last, flatten=FLATTEN):
         i_v = i_t * BN
         o_v = i_v + tl.arange(0, BN)
-        b_z = tile_dot(
+        b_dot = tile_dot(
             e, c, i_m, o_m, i_v, V, D, stride_e, stride_c,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
-        b_z = transform(b_z, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
+        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
+        if SOFTCAP == 0:
+            # With a unit above 0 the largest x is the largest logit.
+            sign = tl.where(unit < 0.0, -1.0, 1.0)
+            b_x, unit = b_x * sign, unit * sign
         if WANT_SMOOTH:
-            b_wz = b_z
+            b_wx = b_x
             if HAS_WEIGHT:
-                b_wz = b_z * tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
-            b_weighted += tl.sum(tl.where((o_v < V)[None, :], b_wz, 0.0), 1)
+                b_wx = b_x * tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+            b_weighted += tl.sum(tl.where((o_v < V)[None, :], b_wx, 0.0), 1) * unit
         b_masked = (i_v + BN > V).to(tl.int32) + tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32))
         if b_masked > 0:
             b_hit = o_v[None, :] == b_y[:, None]
-            b_zy = tl.sum(tl.where(b_hit, b_z, 0.0), 1)
-            b_real = tl.where((o_v < V)[None, :], b_z, float("-inf"))
-            b_top, b_add, b_lean, b_at = summed(b_real, b_hit, b_m, True, WANT_ENTROPY, WANT_ARGMAX)
+            b_xy = tl.sum(tl.where(b_hit, b_x, 0.0), 1)
+            b_real = tl.where((o_v < V)[None, :], b_x, float("-inf"))
+            b_top, b_add, b_lean, b_at = summed(b_real, unit, b_hit, b_m, True, WANT_ENTROPY, WANT_ARGMAX)
         else:
-            b_zy = tl.zeros([BM], dtype=tl.float32)
-            b_top, b_add, b_lean, b_at = summed(b_z, b_z, b_m, False, WANT_ENTROPY, WANT_ARGMAX)
-        b_target += b_zy
+            b_xy = tl.zeros([BM], dtype=tl.float32)
+            b_top, b_add, b_lean, b_at = summed(b_x, unit, b_x, b_m, False, WANT_ENTROPY, WANT_ARGMAX)
+        b_target += b_xy * unit
         if WANT_ARGMAX:
             b_argmax = tl.where(b_top > b_m, i_v + b_at, b_argmax)
         b_new = tl.maximum(b_m, b_top)

@@ -1,7 +1,7 @@
 """A tile of logits: the matrix product on the tensor cores, and what turns a dot product into a logit.
 
 z [BM, BN] = softcap * tanh((e[rows] @ c[columns].T + bias) * scale / softcap) / temperature, in fp32 and in units of
-log2(e), so that an exponential is one power of two.
+log2(e), so that an exponential is one power of two. It stays a product x * unit up to `above`.
 """
 
 import math
@@ -52,25 +52,32 @@ def tile_dot(
 
 
 @triton.jit
-def capped(b_z, outer, SOFTCAP: tl.constexpr):
-    """outer * tanh under a softcap. Where SOFTCAP is 1 the argument comes multiplied by 2 log2(e)."""
+def scaled(b_dot, inner, outer, SOFTCAP: tl.constexpr):
+    """(x, unit) of a logit x * unit. Under a softcap x is the tanh; inner is times 2 log2(e) where SOFTCAP is 1."""
+    b_x, unit = b_dot, inner
     if SOFTCAP == 1:
-        b_z = outer - 2.0 * outer / (1.0 + tl.exp2(b_z))
+        b_x, unit = 1.0 - 2.0 / (1.0 + tl.exp2(b_dot * inner)), outer
     elif SOFTCAP == 2:
-        b_z = outer * tanh(b_z)
-    return b_z
+        b_x, unit = tanh(b_dot * inner), outer
+    return b_x, unit
 
 
 @triton.jit
 def transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Dot products -> logits in units of log2(e): (dot + bias) * inner, capped.
-
-    The multiplication is unconditional and comes first: an accumulator whose first use lies inside a branch would make
-    the compiler wait for every matrix product.
-    """
+    """Dot products -> (x, unit): a logit is x * unit, in units of log2(e)."""
     if HAS_BIAS:
         b_dot += tl.load(bias + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
-    return capped(b_dot * inner, outer, SOFTCAP)
+    return scaled(b_dot, inner, outer, SOFTCAP)
+
+
+@triton.jit
+def above(b_x, unit, b_m):
+    """z - m, rounded once: left to fuse product and difference or not, the compiler would do it kernel by kernel.
+
+    Forward and backward have to round alike, or the p of a row sum to 1 only up to 2^-24 of its largest logit. It is
+    also the first use of the accumulator, and unconditional: in a branch, every matrix product would be waited for.
+    """
+    return tl.fma(b_x, unit, -b_m[:, None])
 
 
 @triton.jit
@@ -100,7 +107,8 @@ def logit_arguments(problem):
     unit = math.log2(math.e) / problem.temperature
     softcap = softcap_kind(problem)
     if softcap == 0:
-        inner, outer = problem.scale * unit, 1.0
+        # Not 0: times 0, the -inf of an excluded class or a pad lane would be NaN.
+        inner, outer = problem.scale * unit or 2.0**-126, 1.0
     else:
         inner, outer = problem.scale / problem.softcap, problem.softcap * unit
         inner *= 2.0 * math.log2(math.e) if softcap == 1 else 1.0

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from . import configs
 from .launch import launch
-from .logits import capped, logit_arguments
+from .logits import logit_arguments, scaled
 
 
 @triton.jit(do_not_specialize=["V"])
@@ -67,9 +67,8 @@ def offset_kernel(
     z = tl.sum(b_dot, 0)
     if HAS_BIAS:
         z += tl.load(bias + y).to(tl.float32)
-    z *= inner
-    z = capped(z, outer, SOFTCAP)
-    tl.store(offset + i_n, tl.where(valid, z, float("inf")))
+    x, unit = scaled(z, inner, outer, SOFTCAP)
+    tl.store(offset + i_n, tl.where(valid, x * unit, float("inf")))
 
 
 def _weighted_sums(problem):
