@@ -28,6 +28,7 @@ OPTIONS = {
     "plain": {},
     "recompute": {"schedule": "recompute"},
     "single_pass": {"schedule": "single_pass", "softcap": 5.0, "vocab_size": V - 3, "reduction": "sum", "shift": True},
+    "single_pass with a penalty": {"schedule": "single_pass", "z_loss": 1e-2},
     "none": {"reduction": "none", "return_lse": True},
     "all": {
         "reduction": "mean", "softcap": 5.0, "logit_scale": 0.5, "temperature": 0.7, "label_smoothing": 0.1,
@@ -128,7 +129,7 @@ def test_operators_pass_opcheck(cce, schedule):
     with Record():
         if schedule == "single_pass":
             cce.linear_cross_entropy(
-                e, c, case.targets, bias.detach(), token_weight=torch.rand(12), **options
+                e, c, case.targets, bias.detach(), token_weight=torch.rand(12), z_loss=1e-2, **options
             ).backward()
         else:
             options |= {"label_smoothing": 0.1, "return_lse": True}
@@ -157,8 +158,8 @@ def test_compiled_single_pass(cce, needs):
 def test_compiled_single_pass_refuses_what_eager_refuses(cce):
     case = make_case(12, V, D)
     compiled = torch.compile(cce.linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="schedule.*single_pass.*z_loss"):
-        compiled(case.e.requires_grad_(), case.c, case.targets, schedule="single_pass", z_loss=0.1)
+    with pytest.raises(Exception, match="schedule.*single_pass.*return_lse"):
+        compiled(case.e.requires_grad_(), case.c, case.targets, schedule="single_pass", return_lse=True)
     with pytest.raises(ValueError, match="workspace"):
         compiled(case.e, case.c, case.targets, schedule="single_pass", workspace=1)
 

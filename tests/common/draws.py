@@ -41,7 +41,7 @@ def servable(case, needs):
     """Whether `single_pass` serves this call of the loss."""
     options, wanted = case.options, set(needs) - ({"bias"} if case.bias is None else set())
     scalar = options.get("reduction", "mean" if "schedule" in options else "none") != "none"
-    more = any(options.get(name) for name in ("return_lse", "z_loss", "label_smoothing"))
+    more = any(options.get(name) for name in ("return_lse", "label_smoothing"))
     return scalar and not more and case.e.dtype != torch.float16 and "bias" not in wanted and bool(wanted)
 
 

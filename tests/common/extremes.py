@@ -101,12 +101,20 @@ def test_extreme_logits(cce, extreme, softcap, dtype):
     check(cce, case, needs=BOTH)
 
 
+@pytest.mark.parametrize(("extreme", "z_loss", "dtype"), some(EXTREMES, (1e-4, 1.0), DTYPES))
+def test_penalty_on_extreme_logits(cce, extreme, z_loss, dtype):
+    case = single(N, V, D, dtype, z_loss=z_loss, token_weight=True)
+    EXTREMES[extreme](case)
+    check(cce, case, needs=BOTH)
+
+
 @pytest.mark.parametrize("dtype", SOME)
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("extreme", ["improbable", "towering", "excluded"])
 @pytest.mark.usefixtures("uncounted")
-def test_extreme_logits_beside_ignored_rows(cce, extreme, dtype):
+def test_extreme_logits_beside_ignored_rows(cce, extreme, z_loss, dtype):
     """Rows past the count lie in the block too: a bias alone must not make infinities of them."""
-    case = single(MANY, V, NARROW, dtype, ignored=0.0, reduction="sum")
+    case = single(MANY, V, NARROW, dtype, ignored=0.0, reduction="sum", z_loss=z_loss)
     EXTREMES[extreme](case)
     case.targets[2::3] = -100
     check(cce, with_blocks(cce, case, 2), needs=BOTH)

@@ -36,6 +36,7 @@ OPTIONS = {
     "token_weight": {"token_weight": True},
     "num_items": {"num_items": 17},
     "num_items as a tensor": {"num_items": torch.tensor(2.5)},
+    "z_loss": {"z_loss": 1e-2},
     "shift": {"shift": True},
     "ignore_index": {"ignore_index": 3},
 }
@@ -61,6 +62,35 @@ def test_all_options_in_many_blocks(cce, reduction, dtype):
     case = single((2, MANY // 2), V, D, dtype, **combined(OPTIONS, reduction))
     got = check(cce, case.but(workspace=least_workspace(cce, case, BOTH)), needs=BOTH)
     assert (got["dc"][V - 9 :] == 0).all() and (got["de"][:, -1] == 0).all()
+
+
+PENALIZED = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "weights": {"weight": True, "token_weight": True},
+    "num_items": {"num_items": 17, "token_weight": True},
+    "softcap": {"softcap": 5.0, "temperature": 0.7, "logit_scale": -0.37, "weight": True},
+    "bias": {"bias": True, "vocab_size": V - 9, "shift": True},
+}
+
+
+@pytest.mark.parametrize(("z_loss", "name", "dtype"), some((1e-4, 1e-2, 1.0), PENALIZED, DTYPES))
+def test_penalty(cce, z_loss, name, dtype):
+    """In two blocks; a target of no weight keeps its penalty."""
+    case = single((1, MANY), V, NARROW, dtype, z_loss=z_loss, **PENALIZED[name])
+    if "weight" in case.options:
+        case.options["weight"][case.targets[0, :5].clamp(min=0)] = 0.0
+    check(cce, with_blocks(cce, case, 2), needs=BOTH)
+
+
+@pytest.mark.parametrize("dtype", SOME)
+@pytest.mark.parametrize("lse", [-40.0, -0.5, -0.5 - 2**-20])
+def test_penalty_that_cancels_the_loss(cce, lse, dtype):
+    """The coefficient of p, 1 + 2 * lse, is negative, 0, nearly 0."""
+    for v in (1, 3):
+        case = single(N, v, D, dtype, ignored=0.0, reduction="sum", z_loss=1.0, spread=0.0)
+        case.bias = torch.full((v,), lse - math.log(v), device=DEVICE)
+        check(cce, case, needs=BOTH)
 
 
 IGNORED = ("none", "scattered", "most", "a whole block", "all")
@@ -306,7 +336,6 @@ def test_grad_scaler(cce):
 REFUSED = {
     "reduction='none'": {"reduction": "none"},
     "return_lse": {"return_lse": True},
-    "z_loss": {"z_loss": 1e-4},
     "label_smoothing": {"label_smoothing": 0.1},
     "bias": {"bias": True},
     "float16": {"dtype": torch.float16},
@@ -324,8 +353,8 @@ def test_what_it_cannot_serve_is_refused_by_name(cce, name):
 
 
 def test_several_refusals_are_named_together(cce):
-    case = single(N, V, D, z_loss=1e-4, label_smoothing=0.1)
-    with pytest.raises(ValueError, match=r"z_loss, label_smoothing"):
+    case = single(N, V, D, reduction="none", label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"reduction='none', label_smoothing"):
         run(cce.linear_cross_entropy, case)
 
 

@@ -15,6 +15,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import nvidia as gluon
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 TYPES = {
@@ -60,8 +62,9 @@ class Recorder:
             _, _, count, in_range, *_ = args
             count.fill_(self._live), in_range.fill_(1)
 
-    def _begin(self, row, live):
-        self._patch.setattr(self.configs, "config_of", lambda device: self.configs.CONFIGS[row])
+    def _begin(self, row, live, specialised):
+        config = self.configs.CONFIGS[row]._replace(specialised=specialised)
+        self._patch.setattr(self.configs, "config_of", lambda device: config)
         self._launches, self._live = [], live
 
     def _by_name(self):
@@ -70,9 +73,9 @@ class Recorder:
             launches.setdefault(launch.kernel.__name__, []).append(launch)
         return launches
 
-    def step(self, row, problem, live, upstream=("nll",), **wanted):
+    def step(self, row, problem, live, upstream=("nll",), specialised=False, **wanted):
         """Launches by kernel name of one forward and backward with the tiles of this row of CONFIGS."""
-        self._begin(row, live)
+        self._begin(row, live, specialised)
         gradient = torch.ones(()).expand(problem.e.shape[0])
         upstream = self.problem.RowGradients(
             *(gradient if name in upstream else None for name in self.problem.RowGradients._fields)
@@ -81,13 +84,11 @@ class Recorder:
         self.recompute.backward(self.backend, problem, fold, upstream, self._gradients_of(problem), None)
         return self._by_name()
 
-    def sweep(self, row, problem, live):
+    def sweep(self, row, problem, live, specialised=False):
         """The same of a weighted mean by `single_pass`, and of an upstream gradient that is not 1."""
-        self._begin(row, live)
+        self._begin(row, live, specialised)
         weights, gradients = torch.ones(problem.e.shape[0]), self._gradients_of(problem)
-        self.single_pass.loss_and_gradients(
-            self.backend, problem, weights, weights.sum(), False, gradients, None, "single_pass"
-        )
+        self.single_pass.loss_and_gradients(self.backend, problem, weights, None, False, gradients, None, "single_pass")
         self.backend.scale(torch.ones(()), gradients.de, gradients.dc)
         return self._by_name()
 
@@ -100,8 +101,9 @@ def _argument(value, specialize):
     """(type, constant or ... for none, attributes) of one run-time argument, as the launcher would specialise it."""
     if value is None:
         return "constexpr", None, None
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{TYPES[value.base.dtype]}[{', '.join(map(str, value.block_shape))}]>", ..., None
+    if isinstance(value, (TensorDescriptor, gluon.hopper.TensorDescriptor)):
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}{layout}>", ..., None
     if isinstance(value, torch.Tensor):
         return f"*{TYPES[value.dtype]}", ..., [["tt.divisibility", 16]] if value.data_ptr() % 16 == 0 else None
     if isinstance(value, float):
@@ -125,7 +127,8 @@ def source_of(kernel, args, constants):
         if name not in options:
             signature[name] = "constexpr"
             constexprs[(kernel.arg_names.index(name),)] = value
-    return ASTSource(kernel, signature, constexprs, attributes), options
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return source(kernel, signature, constexprs, attributes), options
 
 
 def compile_for(launch, arch):

@@ -125,6 +125,10 @@ def swept_past_the_count(cce):
     held(cce, case, all_rows=True)
 
 
+def swept_penalized(cce):
+    held(cce, sweep.single(9, 70, 16, torch.bfloat16, spread=0.3, z_loss=0.1))
+
+
 class Fault(NamedTuple):
     file: str
     edits: list[tuple[str, str]]  # exact text, each found once, and what takes its place
@@ -216,8 +220,8 @@ FAULTS = {
     "p rounded before the 1 is subtracted, in a sweep": Fault(
         EXPONENTIALS,
         [(
-            "b_x = b_s * expm1(-b_nll)",
-            "b_x = b_s * (tl.exp2(-LOG2E * b_nll).to(panel.dtype.element_ty).to(tl.float32) - 1.0)",
+            "b_x = expm1(-b_loss)",
+            "b_x = tl.exp2(-LOG2E * b_loss).to(panel.dtype.element_ty).to(tl.float32) - 1.0",
         )],
         swept_confident,
     ),
@@ -229,7 +233,10 @@ FAULTS = {
         SINGLE_PASS, [("total.add(x, scaled, first=i0 == 0)", "total.add(x, scaled, first=True)")], swept_in_blocks
     ),
     "every block weighs its tokens as the first": Fault(
-        SINGLE_PASS, [("weights[i0:i1]", "weights[: i1 - i0]")], swept_in_blocks
+        SINGLE_PASS, [("slice(i0, i1)", "slice(0, i1 - i0)")], swept_in_blocks
+    ),
+    "penalty left out at the target": Fault(
+        EXPONENTIALS, [("b_rest * exp(-b_loss)", "b_rest * 0.0")], swept_penalized
     ),
     "an overflow that nobody notices": Fault(
         FOLD, [("mask=m_m & b_over", "mask=m_m & b_over & (o_m < 0)")], swept_past_the_count

@@ -129,19 +129,27 @@ def linear_cross_entropy(
         token_weight = torch.where(flat.valid, flat.rolled(token_weight, 0).float(), 0.0)
 
     unserved = {
-        "reduction='none'": reduction == "none", "return_lse": return_lse, "z_loss": z_loss,
+        "reduction='none'": reduction == "none", "return_lse": return_lse,
         "label_smoothing": label_smoothing, "a bias that requires a gradient": flat.needs[2],
         "float16": flat.e.dtype == torch.float16,
     }  # fmt: skip
     if flat.takes_single_pass(schedule, workspace, [option for option, on in unserved.items() if on]):
-        weights = token_class_weight
+        mean, square = reduction == "mean", None
+        weights, divisor = token_class_weight, None if num_items is None else flat.number(num_items)
+
+        def share(weights):
+            """Of each token in the mean or sum."""
+            return _divide(weights, weights.sum() if divisor is None else divisor) if mean else weights
+
+        if z_loss:
+            square = z_loss * share(flat.valid.float() if token_weight is None else token_weight)
         if token_weight is not None:
             weights = token_weight if weights is None else token_weight * weights
-        mean = reduction == "mean" and num_items is None and weights is None
-        divisor = None
-        if reduction == "mean" and not mean:
-            divisor = weights.sum() if num_items is None else flat.number(num_items)
-        return flat.single_pass(weights, divisor, mean, schedule, workspace)
+        if weights is not None:
+            weights = share(weights)
+        elif divisor is not None:
+            weights = share(flat.number(1.0)).expand(flat.e.shape[0])
+        return flat.single_pass(weights, square, mean, schedule, workspace)
     nll, lse, smooth, _, _, count = flat.fold(want_smooth=label_smoothing > 0.0, workspace=workspace)
 
     loss = nll if weight is None else token_class_weight * nll
@@ -262,10 +270,10 @@ class _Flat:
         plan = single_pass.planned(backend, self.e, self.vocab_size, self.needs, workspace, schedule)
         return plan.schedule == "single_pass"
 
-    def single_pass(self, weights, divisor, mean, schedule, workspace):
-        run = ops.single_pass_of(*self.tensors, weights, divisor)
+    def single_pass(self, weights, square, mean, schedule, workspace):
+        run = ops.single_pass_of(*self.tensors, weights, square)
         found = run(
-            *self.tensors, weights, divisor, mean, *self.options, *self.needs[:2], workspace, schedule
+            *self.tensors, weights, square, mean, *self.options, *self.needs[:2], workspace, schedule
         )  # fmt: skip
         return found[0] if isinstance(found, tuple) else found
 

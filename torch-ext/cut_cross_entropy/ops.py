@@ -204,8 +204,8 @@ def single_pass_forward(
     c: Tensor,  # [V, D]
     targets: Tensor,  # [N] int64 or int32
     bias: Optional[Tensor],  # [V], without a gradient
-    weights: Optional[Tensor],  # [N] fp32, 0 at ignored rows
-    divisor: Optional[Tensor],  # 0-d fp32
+    weights: Optional[Tensor],  # [N] fp32, of any stride
+    square: Optional[Tensor],
     mean: bool,
     ignore_index: int,
     softcap: Optional[float],
@@ -224,14 +224,14 @@ def single_pass_forward(
     dc[vocab_size:].zero_()
     with _no_autocast(e.device.type):
         loss = single_pass.loss_and_gradients(
-            backend_of(e.device), problem, weights, divisor, mean,
+            backend_of(e.device), problem, weights, square, mean,
             Gradients(de if need_de else None, dc[:vocab_size] if need_dc else None, None), workspace, schedule,
         )  # fmt: skip
     return loss, de, dc
 
 
 @single_pass_forward.register_fake
-def _(e, c, targets, bias, weights, divisor, mean, ignore_index, softcap, scale, temperature, vocab_size, need_de,
+def _(e, c, targets, bias, weights, square, mean, ignore_index, softcap, scale, temperature, vocab_size, need_de,
       need_dc, workspace, schedule):  # fmt: skip
     return (
         e.new_empty((), dtype=torch.float32),

@@ -308,7 +308,7 @@ def plan(
             asked for by name, it may on any device take what it needs at least.
         schedule: ``"auto"`` (the one of least predicted time within the budget; with plain torch operations
             `single_pass` where it fits), ``"recompute"`` or ``"single_pass"``.
-        scalar: whether the call is one that ``single_pass`` can serve: a mean or sum without return_lse, z_loss and
+        scalar: whether the call is one that ``single_pass`` can serve: a mean or sum without return_lse and
             label_smoothing, no trained bias, bfloat16 or float32.
 
     Raises:

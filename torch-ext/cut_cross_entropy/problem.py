@@ -56,6 +56,27 @@ class Gradients(NamedTuple):
         return (None if gradient is None else gradient[v0:v1] for gradient in (self.dc, self.dbias))
 
 
+class ScalarLoss(NamedTuple):
+    """sum_i nll_i * (lse_i - z_iy) + square_i * lse_i^2, by coefficients fp32 [N] of any stride.
+
+    Those of ignored rows meet a loss and an lse of 0.
+    """
+
+    nll: Tensor
+    square: Optional[Tensor]
+
+    def rows(self, index):
+        return ScalarLoss(*(x if x is None else x[index] for x in self))
+
+    def value(self, nll, lse):
+        loss = (self.nll * nll).sum()
+        return loss if self.square is None else loss + (self.square * lse.square()).sum()
+
+    def gradients(self, lse):
+        """The derivatives by row."""
+        return RowGradients(self.nll, None if self.square is None else 2.0 * self.square * lse, None, None)
+
+
 class RowGradients(NamedTuple):
     """Upstream gradients by row, fp32 [N] of any stride. With q = p - onehot,
 

@@ -258,27 +258,29 @@ def expand(accumulator, rows, count, live, known, unit, de):
         de[rows[i0:i1].long()] = accumulator[i0:i1].to(de.dtype)
 
 
-def exponentials(problem, count, counted, panel, weights, divisor):
-    """Fill the panel [N, >= V] with factors such that dz = factors[:, None] * panel. Returns nll and factors, [N].
+def exponentials(problem, count, counted, panel, loss):
+    """Fill the panel [N, >= V] with factors such that dz = factors[:, None] * panel. Returns nll, lse and factors, [N].
 
-    panel = exp(z - m) away from the target, minus the sum of these at it; the factor is g / s.
+    With g = (nll + rest) of the loss's gradients by row, panel = exp(z - m) away from the target, and the factor g / s.
+    As in the Triton backend |g| is taken to be at least 2^-24 |nll|.
     """
     n, x = problem.e.shape[0], panel[:, : problem.c.shape[0]].t()
     m, s, z_y = x.new_empty((3, n))
     for i0, i1 in _steps(0, n, ROWS):
         part = replace(problem, e=problem.e[i0:i1], targets=problem.targets[i0:i1])
         m[i0:i1], s[i0:i1], z_y[i0:i1] = _exponentials(part, x[:, i0:i1])
-    x_y, slope = -s, _slope(problem, z_y)
-    x[problem.targets.long(), torch.arange(n, device=x.device)] = x_y if slope is None else x_y * slope
     ahead = m - z_y
     gain = torch.exp(-ahead)
     nll = torch.where(ahead < 40, torch.log1p(s * torch.exp(ahead)), ahead + torch.log(s + gain))
-    g = torch.full_like(s, problem.scale / problem.temperature)
-    if weights is not None:
-        g = g * weights
-    if divisor is not None:
-        g = torch.where(divisor == 0, 0.0, g / divisor)
-    return nll, g / (s + gain)
+    lse = m + torch.log(s + gain)
+    upstream, x_y, slope = loss.gradients(lse), -s, _slope(problem, z_y)
+    g = upstream.nll
+    if upstream.rest is not None:
+        g, least = g + upstream.rest, g.abs() * 2.0**-24
+        g = torch.where(g.abs() < least, least, g)
+        x_y = (upstream.rest * gain - upstream.nll * s) / torch.where(g == 0, 1.0, g)
+    x[problem.targets.long(), torch.arange(n, device=x.device)] = x_y if slope is None else x_y * slope
+    return nll, lse, g * (problem.scale / problem.temperature) / (s + gain)
 
 
 def _exponentials(problem, x):

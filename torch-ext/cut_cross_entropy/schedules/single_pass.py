@@ -9,7 +9,7 @@ import functools
 import torch
 
 from ..planner import FREQUENT
-from ..problem import RowGradients
+from ..problem import ScalarLoss
 from . import recompute
 
 
@@ -19,39 +19,41 @@ def planned(backend, e, v, needs, workspace, schedule):
     return recompute.planned(backend, e, v, needs, workspace, schedule=schedule, scalar=True)
 
 
-def loss_and_gradients(backend, problem, weights, divisor, mean, gradients, workspace, schedule):
-    """sum_i weights_i * nll_i / divisor over the valid rows, and its gradients.
+def loss_and_gradients(backend, problem, weights, square, mean, gradients, workspace, schedule):
+    """sum_i weights_i * nll_i + square_i * lse_i^2 over the valid rows, and its gradients.
 
-    weights [N] and divisor 0-d are fp32 and default to 1; with `mean` the divisor is the number of valid rows. Where
+    Coefficients are fp32 [N] or None; weights are then 1, or with `mean` 1 over the number of valid rows. Where
     `schedule` is "auto" and `recompute` the better plan, that is what runs.
     """
     n, v, (de, dc, _) = problem.e.shape[0], problem.c.shape[0], gradients
     plan = planned(backend, problem.e, v, gradients.wanted, workspace, schedule)
     rows, count = backend.select(problem.targets, problem.ignore_index, v)
-    if mean:
-        divisor = count[0].float()
+    if weights is None:
+        one = count.float().clamp_(min=1.0).reciprocal_() if mean else problem.e.new_ones(1, dtype=torch.float32)
+        weights = one.expand(n)
+    loss = ScalarLoss(weights, square)
     if plan.schedule == "recompute":
         fold = backend.fold(problem, rows, count, False, False, False)
-        g = torch.ones_like(fold.nll) if weights is None else weights
-        upstream = RowGradients(g if divisor is None else _divided(g, divisor), None, None, None)
-        recompute.backward(backend, problem, fold, upstream, gradients, workspace)
-        return _total(fold.nll, weights, divisor)
+        recompute.backward(backend, problem, fold, loss.gradients(fold.lse), gradients, workspace)
+        return loss.value(fold.nll, fold.lse)
 
-    if weights is not None:
-        weights = weights[rows.long().clamp(0, n - 1)]
+    # By number among the valid rows; what is listed after those is any row.
+    loss = ScalarLoss(*(x if x is None or x.stride(0) == 0 else x[rows.long().clamp(0, n - 1)] for x in loss))
     panel = backend.new_panel(problem.e, plan.block, plan.panel)
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
     total = None if dc is None else _Sum(backend, plan, problem, dc)
     nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
+    lse = None if square is None else torch.zeros_like(nll)
     # The count is on its way to the host while the first block is folded.
     counting = backend.count_later(problem, count)
     live, i0 = counting.now, 0
     while i0 == 0 or i0 < live:
         i1 = min(i0 + plan.block, n if live is None else live)
         block = backend.block(problem, rows, count, i0, i1, narrow)
-        weighted = None if weights is None else weights[i0:i1]
-        counted = live is None and counting.known
-        nll[i0:i1], factors = backend.exponentials(block, count, counted, panel[: i1 - i0], weighted, divisor)
+        counted, part = live is None and counting.known, loss.rows(slice(i0, i1))
+        nll[i0:i1], lse_of, factors = backend.exponentials(block, count, counted, panel[: i1 - i0], part)
+        if square is not None:
+            lse[i0:i1] = lse_of
         if i0 == 0:
             live = counting.wait()
             i1 = min(i1, live)
@@ -74,7 +76,7 @@ def loss_and_gradients(backend, problem, weights, divisor, mean, gradients, work
         i0 += plan.block
     if live and dc is not None:
         total.finish()
-    return _total(nll, weights, divisor)
+    return loss.value(nll, lse)
 
 
 class _Sum:
@@ -112,12 +114,3 @@ def _frequent(problem, k):
     counts = torch.zeros(problem.c.shape[0], dtype=torch.int32, device=problem.c.device)
     counts.index_add_(0, torch.where(valid, problem.targets, 0), valid.int())
     return counts.argsort(descending=True, stable=True)[:k]
-
-
-def _total(nll, weights, divisor):
-    total = (nll if weights is None else weights * nll).sum()
-    return total if divisor is None else _divided(total, divisor)
-
-
-def _divided(x, divisor):
-    return torch.where(divisor == 0, 0.0, x / divisor)
