@@ -135,8 +135,9 @@ class Fault(NamedTuple):
     found_by: Callable
 
 
-FOLD, MERGE, DLOGITS, EXPONENTIALS, ROWS, CONTRACT, TILE = (
-    f"backends/triton/{name}.py" for name in ("fold", "merge", "dlogits", "exponentials", "rows", "contract", "logits")
+FOLD, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, CONTRACT, TILE = (
+    f"backends/triton/{name}.py"
+    for name in ("fold", "merge", "dlogits", "gradient", "exponentials", "rows", "contract", "logits")
 )
 RECOMPUTE, SINGLE_PASS, FUNCTIONAL = "schedules/recompute.py", "schedules/single_pass.py", "functional.py"
 ONLINE = """        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
@@ -186,13 +187,13 @@ FAULTS = {
                 "@triton.jit\ndef scaled")], plain
     ),
     "p rounded before the 1 is subtracted": Fault(
-        DLOGITS, [("b_nll * expm1(b_log_py)", "b_nll * (b_py.to(tl.float16).to(tl.float32) - 1.0)")], confident
+        GRADIENT, [("nll * expm1(log_p)", "nll * (p.to(tl.float16).to(tl.float32) - 1.0)")], confident
     ),
     "softcap left out of the gradient": Fault(
-        DLOGITS, [("if SOFTCAP > 0:", "if SOFTCAP > 0 and HAS_SMOOTH:")], many_options
+        GRADIENT, [("if SOFTCAP > 0:", "if SOFTCAP > 0 and HAS_SMOOTH:")], many_options
     ),
     "temperature left out of the gradient": Fault(
-        DLOGITS, [("problem.scale / problem.temperature,", "problem.scale,")], many_options
+        DLOGITS, [("problem.scale / problem.temperature)", "problem.scale)")], many_options
     ),
     "dE accumulated in 16 bits": Fault(
         CONTRACT,

@@ -9,6 +9,7 @@ import os
 from typing import NamedTuple
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -27,6 +28,7 @@ class Config(NamedTuple):
 
     `heavy` leaves the online fold of label smoothing and a large softcap the registers that a larger accumulator would
     make them spill, `pointers` does so for the addresses of rows that are not aligned; `fp32` is IEEE arithmetic.
+    `specialised` devices take the kernels of `hopper` where they can.
     """
 
     fold: Tile
@@ -34,6 +36,7 @@ class Config(NamedTuple):
     heavy: Tile
     fp32: Tile
     descriptors: bool
+    specialised: bool = False
     pointers: Tile = Tile(128, 128, 32, 8, 3)
 
     def tile(self, kernel, dtype, heavy, described=True):
@@ -45,17 +48,21 @@ class Config(NamedTuple):
         return self.heavy if heavy else getattr(self, kernel)
 
 
+# The kernels of `hopper` are written in Gluon, which changes with every release of Triton: they are used with those
+# that compile them, and with any other the kernels of this folder do the same work.
+GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+
 _IEEE = Tile(64, 64, 32, 4, 2)
 _INTERPRETED = Tile(16, 32, 16, 1, 1)
 CONFIGS = {
     # Accumulators in tensor memory pass through registers whole: 128 x 256 spills there.
     "sm100": Config(*[Tile(128, 128, 64, 8, 4)] * 2, Tile(128, 64, 64, 8, 4), _IEEE, True),
     # 128 x 256 x 64 with descriptors runs at the speed of cuBLAS; 128 x 128 loses 15 to 30 %.
-    "sm90": Config(Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), _IEEE, True),
+    "sm90": Config(Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), _IEEE, True, GLUON),
     "sm80": Config(*[Tile(128, 128, 64, 8, 3)] * 3, _IEEE, False),
     "sm86": Config(*[Tile(128, 128, 32, 8, 3)] * 2, Tile(128, 64, 32, 8, 3), _IEEE, False),
-    "gfx9": Config(*[Tile(128, 128, 32, 8, 2)] * 3, _IEEE, False, Tile(128, 128, 32, 8, 2)),
-    "interpreter": Config(*[_INTERPRETED] * 4, True, _INTERPRETED),
+    "gfx9": Config(*[Tile(128, 128, 32, 8, 2)] * 3, _IEEE, False, pointers=Tile(128, 128, 32, 8, 2)),
+    "interpreter": Config(*[_INTERPRETED] * 4, True, pointers=_INTERPRETED),
 }
 
 # Row blocks that share a classifier tile in L2 while they are in flight.
@@ -105,6 +112,13 @@ def operand(t, rows, columns, config):
     if config.descriptors and describable(t) and t.dtype != torch.float32:
         return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns]), True
     return t, False
+
+
+def specialised(*operands):
+    """Whether the kernels of `hopper` take these operands."""
+    return config_of(operands[0].device).specialised and all(
+        describable(t) and t.dtype != torch.float32 for t in operands
+    )
 
 
 def precision_of(dtype):

@@ -27,15 +27,11 @@ import triton.language as tl
 
 from ...planner import forward_splits
 from ...problem import Fold
-from . import configs
+from . import configs, hopper
 from .launch import launch
 from .logits import above, grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
-from .merge import base_of, counted_splits, is_dense, merge_kernel
+from .merge import base_of, counted_splits, is_dense, merge_kernel, overflows, split_of
 from .offsets import offsets
-
-# Sums of exponentials beyond this are of an offset too far below the largest logit (55 nats): products of them with
-# the row's coefficient could leave the range of fp32 and bf16.
-OVERFLOW: tl.constexpr = tl.constexpr(2.0**80)
 
 
 @triton.jit
@@ -55,12 +51,6 @@ def summed(b_x, unit, b_hit, b_m, MASKED: tl.constexpr, WANT_ENTROPY: tl.constex
     if WANT_ENTROPY:
         b_lean = tl.sum(tl.where(b_p > 0.0, b_p * b_above, b_p), 1)
     return b_top, tl.sum(b_p, 1), b_lean, b_at
-
-
-@triton.jit
-def overflows(b_k, b_s):
-    """Whether the offset of a row was no good: too far below the largest logit, or no number to subtract."""
-    return (b_s > OVERFLOW) | (b_k == float("-inf"))
 
 
 @triton.jit
@@ -166,7 +156,7 @@ def fold_kernel(
     panel, overflow,  # with STORE: a descriptor of [N, V], int32 [1]
     N, V, D, splits, most, inner, outer,
     stride_e, stride_c, stride_panel,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
     LISTED: tl.constexpr, COUNTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
     RELATIVE: tl.constexpr, RETRY: tl.constexpr, STORE: tl.constexpr, PANEL_DESCRIPTOR: tl.constexpr,
@@ -197,9 +187,8 @@ def fold_kernel(
     b_y = tl.load(targets + o_m, mask=m_m, other=-1).to(tl.int64)
     o_m = o_m.to(tl.int64)
 
-    tiles = tl.cdiv(V, BN)
-    first = (tiles.to(tl.int64) * i_s // splits).to(tl.int32)
-    last = (tiles.to(tl.int64) * (i_s + 1) // splits).to(tl.int32)
+    first, last = split_of(i_s, splits, V, SPAN)
+    first, last = first * (SPAN // BN), tl.minimum(last * (SPAN // BN), tl.cdiv(V, BN))
     o_part = i_s.to(tl.int64) * N + o_m
     m_target = m_m & (b_y >= first * BN) & (b_y < last * BN)
     if RELATIVE:
@@ -254,8 +243,11 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     heavy = softcap_kind(problem) == 2 or want_smooth and not linear
     heavy = heavy or not aligned and (online or problem.softcap is not None)
     tile = config.tile("dlogits" if store else "fold", e.dtype, heavy, aligned)
+    specialised = relative and configs.specialised(e, c, c if panel is None else panel)
+    # Columns that splits are multiples of: rows that are folded again have to be by the same splits.
+    span = hopper.TILE.BN if specialised else tile.BN
     row_blocks, processors = triton.cdiv(n, tile.BM), configs.processors_of(device)
-    splits = forward_splits(n, v, d, block_m=tile.BM, block_n=tile.BN, processors=processors)
+    splits = forward_splits(n, v, d, block_m=tile.BM, block_n=span, processors=processors)
 
     def new(*shape, wanted=True, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
@@ -284,6 +276,14 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config) if store else (None, False)
     dense = 0 if once else configs.DENSE
 
+    def run_specialised():
+        launch(
+            hopper.fold_kernel, row_blocks * splits[0], device, *hopper.operands(e, c, panel),
+            *hopper.present(m, bias, problem.targets, count, m, nll, part_m, part_s, overflow),
+            n, v, d, splits[0], most, *scalars,
+            GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,
+        )  # fmt: skip
+
     def run(listed=False, relative=False, retry=False):
         from_descriptor = e_descriptor and not listed
         launch(
@@ -292,7 +292,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
             m if relative else None, nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
             panel_operand if relative else None, overflow if relative else None,
             n, v, d, splits[listed], most, *scalars, e.stride(0), c.stride(0), panel.stride(0) if store else 0,
-            BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=configs.GROUP,
+            BM=tile.BM, BN=tile.BN, BK=tile.BK, SPAN=span, GROUP=configs.GROUP,
             DENSE=dense, LISTED=listed, COUNTED=counted,
             E_DESCRIPTOR=from_descriptor, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
             PRECISION=configs.precision_of(e.dtype), FLATTEN=from_descriptor and c_descriptor,
@@ -300,7 +300,10 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
             **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    run(relative=relative)
+    if specialised:
+        run_specialised()
+    else:
+        run(relative=relative)
     if relative:
         run(retry=True)
     if not once:

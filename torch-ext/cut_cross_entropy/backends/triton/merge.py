@@ -5,11 +5,21 @@ import triton.language as tl
 
 from .math import LN2, log1p
 
+# Sums of exponentials beyond this are of an offset too far below the largest logit (55 nats): products of them with
+# the row's coefficient could leave the range of fp32 and bf16.
+OVERFLOW: tl.constexpr = tl.constexpr(2.0**80)
+
 
 @triton.jit
 def base_of(b_m):
     """The max as an offset that can be subtracted: 0 while every logit so far is -inf."""
     return tl.where(b_m == float("-inf"), 0.0, b_m)
+
+
+@triton.jit
+def overflows(b_k, b_s):
+    """Whether the offset of a row was no good: too far below the largest logit, or no number to subtract."""
+    return (b_s > OVERFLOW) | (b_k == float("-inf"))
 
 
 @triton.jit
@@ -22,6 +32,13 @@ def is_dense(count, N, DENSE: tl.constexpr):
 def counted_splits(live, blocks, splits, most, BM: tl.constexpr):
     """As many splits of fewer live rows as the programs launched for blocks * splits can take, up to `most`."""
     return tl.minimum(most, tl.maximum(splits, blocks * splits // tl.maximum(tl.cdiv(live, BM), 1)))
+
+
+@triton.jit
+def split_of(i_s, splits, V, SPAN: tl.constexpr):
+    """The split i_s of the vocabulary, as its first and last multiple of SPAN columns."""
+    spans = tl.cdiv(V, SPAN).to(tl.int64)
+    return (spans * i_s // splits).to(tl.int32), (spans * (i_s + 1) // splits).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["N", "V", "splits", "splits_listed", "ignore_index"])

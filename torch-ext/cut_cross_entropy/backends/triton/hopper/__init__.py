@@ -1,0 +1,8 @@
+"""Kernels of compute capability 9.0 whose epilogues run beside the next products: specialised warps, in Gluon."""
+
+from ..configs import GLUON
+
+if GLUON:
+    from .dlogits import hopper_dlogits_kernel as dlogits_kernel  # noqa: F401
+    from .fold import hopper_fold_kernel as fold_kernel  # noqa: F401
+    from .pipeline import TILE, operands, present  # noqa: F401

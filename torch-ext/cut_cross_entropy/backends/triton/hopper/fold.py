@@ -1,0 +1,115 @@
+"""The fold relative to a known offset (`fold_relative` in the folder above) by specialised warps."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from ..logits import above, grouped, transform
+from ..merge import counted_splits, is_dense, overflows, split_of
+from .pipeline import (
+    BM,
+    BN,
+    COLUMN_LAYOUT,
+    QUARTER,
+    ROW_LAYOUT,
+    ROWS,
+    WORKER_REGISTERS,
+    WORKER_WARPS,
+    load,
+    multiply,
+    new_buffers,
+    new_ring,
+    store,
+)
+
+
+@gluon.jit
+def load_tiles(ring, e, c, i_m, first, last, D):
+    step = 0
+    for i_t in range(first, last):
+        step = load(ring, e, c, i_m, i_t * BN, D, step)
+
+
+@gluon.jit
+def fold_half(
+    HALF: gl.constexpr, ring, buffers, inputs, results, place,
+    HAS_BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """s = sum_{v != y} 2^(z_v - k) and z_y for one half of the rows. With STORE the terms go to the panel."""
+    bias, targets, offset, inner, outer = inputs
+    target_logit, part_m, part_s, panel, overflow = results
+    i_m, i_s, first, last, N, V, D = place
+    i_m += HALF * ROWS
+    o_m = i_m + gl.arange(0, ROWS, ROW_LAYOUT)
+    m_m = o_m < N
+    k = gl.load(offset + o_m, mask=m_m, other=float("inf"))
+    y = gl.load(targets + o_m, mask=m_m, other=-1).to(gl.int32)
+    s = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+    py = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+    step = 0
+    for i_t in range(first, last):
+        i_v = i_t * BN
+        masked = (i_v + BN > V).to(gl.int32) + gl.max(((y >= i_v) & (y < i_v + BN)).to(gl.int32))
+        dots, step = multiply(ring, D, step, HALF)
+        for q in gl.static_range(4):
+            o_v = i_v + q * QUARTER + gl.arange(0, QUARTER, COLUMN_LAYOUT)
+            x, unit = transform(dots[q], bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
+            p = gl.exp2(above(x, unit, k))
+            if STORE:
+                stored = p
+                if SOFTCAP > 0:
+                    stored = p * (1.0 - x * x)
+                store(panel, i_m, i_v + q * QUARTER, buffers.index(q % 2), stored)
+            if masked > 0:
+                hit = o_v[None, :] == y[:, None]
+                py += gl.sum(gl.where(hit, p, 0.0), 1)
+                p = gl.where(hit | (o_v >= V)[None, :], 0.0, p)
+            s += gl.sum(p, 1)
+    o_part = i_s.to(gl.int64) * N + o_m
+    gl.store(part_m + o_part, k, mask=m_m)
+    gl.store(part_s + o_part, s, mask=m_m)
+    gl.store(target_logit + o_m, k + gl.log2(py), mask=m_m & (y >= first * BN) & (y < last * BN))
+    if STORE:
+        gl.store(overflow + 0 * o_m, 1, mask=m_m & overflows(k, s))
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["N", "V", "splits", "most"])
+def hopper_fold_kernel(
+    e, c, panel, bias, targets, count, offset, target_logit, part_m, part_s, overflow,
+    N, V, D, splits, most, inner, outer,
+    GROUP: gl.constexpr, DENSE: gl.constexpr, COUNTED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    if not is_dense(count, N, DENSE):
+        return
+    blocks = gl.cdiv(N, BM)
+    if COUNTED:
+        live = gl.minimum(gl.load(count), N)
+        splits = counted_splits(live, blocks, splits, most, BM)
+        blocks = gl.cdiv(live, BM)
+        if gl.program_id(0) >= blocks * splits:
+            return
+    i_m, i_s = grouped(gl.program_id(0), blocks, splits, GROUP)
+    i_m = i_m * BM
+    first, last = split_of(i_s, splits, V, BN)
+    ring = new_ring(e, c)
+    if STORE:
+        upper = new_buffers(panel)
+        lower = new_buffers(panel)
+    else:
+        upper = ring[0]
+        lower = ring[0]
+        panel = e
+    inputs = (bias, targets, offset, inner, outer)
+    results = (target_logit, part_m, part_s, panel, overflow)
+    place = (i_m, i_s, first, last, N, V, D)
+    gl.warp_specialize(
+        [
+            (fold_half, (0, ring, upper, inputs, results, place, HAS_BIAS, SOFTCAP, STORE)),
+            (fold_half, (1, ring, lower, inputs, results, place, HAS_BIAS, SOFTCAP, STORE)),
+            (load_tiles, (ring, e, c, i_m, first, last, D)),
+        ],
+        WORKER_WARPS,
+        WORKER_REGISTERS,
+    )
