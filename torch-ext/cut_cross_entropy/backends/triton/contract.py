@@ -1,6 +1,8 @@
-"""The contractions of a panel, by cuBLAS: GEMMs over aligned extents with fp32 accumulators."""
+"""The contractions of a panel, by cuBLAS: GEMMs over aligned extents with fp32 accumulators; and its column sums."""
 
 import torch
+
+from .column_sum import column_sum
 
 
 def _product(a, b, out):
@@ -21,7 +23,7 @@ def contract_c(panel, e, dc, dbias, unit):
             wide = _product(panel.t(), e, torch.empty(dc.shape, dtype=torch.float32, device=dc.device))
             dc.copy_(wide if unit is None else wide.div_(unit))
     if dbias is not None:
-        total = panel.sum(0, dtype=torch.float32)
+        total = column_sum(panel)
         dbias.copy_(total if unit is None else total.div_(unit))
 
 

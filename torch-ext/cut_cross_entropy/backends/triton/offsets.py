@@ -6,32 +6,12 @@
 Reads the rows of e and as many of c, and for the sums c once more.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from . import configs
+from .column_sum import column_sum
 from .launch import launch
 from .logits import logit_arguments, scaled
-
-
-@triton.jit(do_not_specialize=["V"])
-def column_sum_kernel(
-    c, weight, out, V, D, stride_c, HAS_WEIGHT: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """out[i] = the part i of sum_v w_v c_v; as many programs per block of columns as parts."""
-    blocks = tl.cdiv(D, BLOCK_D)
-    part, parts = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
-    o_d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    b_sum = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for i_v in range(part * BLOCK_V, V, parts * BLOCK_V):
-        o_v = i_v + tl.arange(0, BLOCK_V)
-        m_c = (o_v < V)[:, None] & (o_d < D)[None, :]
-        b_c = tl.load(c + o_v.to(tl.int64)[:, None] * stride_c + o_d[None, :], mask=m_c, other=0.0).to(tl.float32)
-        if HAS_WEIGHT:
-            b_c *= tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[:, None]
-        b_sum += tl.sum(b_c, 0)
-    tl.store(out + part * D + o_d, b_sum, mask=o_d < D)
 
 
 @triton.jit(do_not_specialize=["V", "ignore_index"])
@@ -73,18 +53,10 @@ def offset_kernel(
 
 def _weighted_sums(problem):
     """sum_v w_v c_v [D], and sum_v w_v bias_v, in fp32."""
-    c, weight = problem.c, problem.weight
-    (v, d), shift = c.shape, None
-    blocks = triton.cdiv(d, 128)
-    parts = min(triton.cdiv(4 * configs.processors_of(c.device), blocks), triton.cdiv(v, 64))
-    sums = torch.empty((parts, d), dtype=torch.float32, device=c.device)
-    launch(
-        column_sum_kernel, parts * blocks, c.device, c, weight, sums, v, d, c.stride(0),
-        HAS_WEIGHT=weight is not None, BLOCK_V=64, BLOCK_D=128,
-    )  # fmt: skip
+    weight, shift = problem.weight, None
     if problem.bias is not None:
         shift = (problem.bias.float() if weight is None else problem.bias.float() * weight.float()).sum()
-    return sums.sum(0), shift
+    return column_sum(problem.c, weight), shift
 
 
 def offsets(problem, out, overflow, weighted):
