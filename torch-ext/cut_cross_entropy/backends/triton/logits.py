@@ -9,7 +9,7 @@ import math
 import triton
 import triton.language as tl
 
-from .math import tanh
+from .math import quotient, tanh
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def scaled(b_dot, inner, outer, SOFTCAP: tl.constexpr):
     """(x, unit) of a logit x * unit. Under a softcap x is the tanh; inner is times 2 log2(e) where SOFTCAP is 1."""
     b_x, unit = b_dot, inner
     if SOFTCAP == 1:
-        b_x, unit = 1.0 - 2.0 / (1.0 + tl.exp2(b_dot * inner)), outer
+        b_x, unit = 1.0 - quotient(2.0, 1.0 + tl.exp2(b_dot * inner)), outer
     elif SOFTCAP == 2:
         b_x, unit = tanh(b_dot * inner), outer
     return b_x, unit

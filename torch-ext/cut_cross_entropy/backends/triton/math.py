@@ -1,8 +1,12 @@
 """Elementwise functions in fp32, accurate to a few units in the last place and safe at every input."""
 
+import os
+
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
+INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -22,6 +26,16 @@ def expm1(x):
     series = 1.0 + x * (1 / 3) * series
     series = 1.0 + x * (1 / 2) * series
     return tl.where(x > -0.35, x * series, exp(x) - 1.0)
+
+
+@triton.jit
+def quotient(x, y):
+    """x / y to 2 ulp by one reciprocal and one product, 0 where y is beyond 2^126."""
+    if INTERPRETED:  # knows no library of the device
+        q = x / y
+    else:
+        q = libdevice.fast_dividef(x, y)
+    return q
 
 
 @triton.jit
