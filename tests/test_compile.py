@@ -129,7 +129,7 @@ def test_operators_pass_opcheck(cce, schedule):
     with Record():
         if schedule == "single_pass":
             cce.linear_cross_entropy(
-                e, c, case.targets, bias.detach(), token_weight=torch.rand(12), z_loss=1e-2, **options
+                e, c, case.targets, bias, token_weight=torch.rand(12), z_loss=1e-2, **options
             ).backward()
         else:
             options |= {"label_smoothing": 0.1, "return_lse": True}
@@ -140,15 +140,15 @@ def test_operators_pass_opcheck(cce, schedule):
         torch.library.opcheck(function, args, kwargs, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("needs", [("e",), ("c",), ("e", "c")])
+@pytest.mark.parametrize("needs", [("e",), ("c", "bias"), ("e", "c", "bias")])
 def test_compiled_single_pass(cce, needs):
     """Frozen sides, an upstream gradient that is not 1, weights and a divisor."""
-    case = make_case(40, V, D, ignored=0.3)
+    case = make_case(40, V, D, ignored=0.3, bias=True)
     compiled = torch.compile(cce.linear_cross_entropy, fullgraph=True, backend="aot_eager")
     options = {"schedule": "single_pass", "token_weight": torch.rand(40), "num_items": torch.tensor(17)}
     results = []
     for function in (compiled, cce.linear_cross_entropy):
-        leaves = {name: getattr(case, name).clone().requires_grad_(name in needs) for name in ("e", "c")}
+        leaves = {name: getattr(case, name).clone().requires_grad_(name in needs) for name in ("e", "c", "bias")}
         loss = function(targets=case.targets, **leaves, **options) * -2.5
         results.append((loss.detach(), *torch.autograd.grad(loss, [leaves[name] for name in needs])))
     for got, want in zip(*results, strict=True):

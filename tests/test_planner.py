@@ -25,6 +25,7 @@ def least(cce, *args, **kw):
 def calls(dtype):
     """What distinguishes calls of one size: who can serve them, and who is to."""
     scalar = [{"scalar": True}, {"scalar": True, "schedule": "single_pass"}]
+    scalar.append({"scalar": True, "schedule": "single_pass", "need_dbias": True})
     return [{}, {"need_dbias": True}] + scalar * (dtype != torch.float16)
 
 
@@ -214,9 +215,7 @@ def test_operations_of_single_pass(cce, needs):
     assert (4 * v * d in small.parts.values()) == needs[1]
 
 
-@pytest.mark.parametrize(
-    "call", [{}, {"scalar": True, "need_dbias": True}, {"scalar": True, "need_de": False, "need_dc": False}]
-)
+@pytest.mark.parametrize("call", [{}, {"scalar": True, "need_dbias": True, "need_de": False, "need_dc": False}])
 def test_single_pass_needs_a_scalar_loss_with_gradients(cce, call):
     for dtype in (torch.bfloat16, torch.float16):
         with pytest.raises(ValueError, match=r"single_pass.*scalar"):

@@ -39,16 +39,17 @@ def set_upstream(case, size, seed, kind_of):
 
 def servable(case, needs):
     """Whether `single_pass` serves this call of the loss."""
-    options, wanted = case.options, set(needs) - ({"bias"} if case.bias is None else set())
+    options = case.options
     scalar = options.get("reduction", "mean" if "schedule" in options else "none") != "none"
     more = any(options.get(name) for name in ("return_lse", "label_smoothing"))
-    return scalar and not more and case.e.dtype != torch.float16 and "bias" not in wanted and bool(wanted)
+    return scalar and not more and case.e.dtype != torch.float16 and not {"e", "c"}.isdisjoint(needs)
 
 
 def least_workspace(cce, case, needs, device=PLANNED_FOR):
     """The planner's minimum for this call."""
     n, v = case.targets.numel(), case.options.get("vocab_size") or case.c.shape[0]
-    sizes = {f"need_d{name}": name in needs for name in ("e", "c", "bias")}
+    sizes = {f"need_d{name}": name in needs for name in ("e", "c")}
+    sizes["need_dbias"] = "bias" in needs and case.bias is not None
     schedule = case.options.get("schedule", "auto") if n else "recompute"
     sizes |= {"device": device, "schedule": schedule, "scalar": servable(case, needs)}
     try:

@@ -9,6 +9,7 @@ from common.poison import poisoned_memory  # noqa: F401
 from common.sweep import (  # noqa: F401
     BOTH,
     DTYPES,
+    EVERY,
     MANY,
     NARROW,
     SOME,
@@ -91,6 +92,37 @@ def test_penalty_that_cancels_the_loss(cce, lse, dtype):
         case = single(N, v, D, dtype, ignored=0.0, reduction="sum", z_loss=1.0, spread=0.0)
         case.bias = torch.full((v,), lse - math.log(v), device=DEVICE)
         check(cce, case, needs=BOTH)
+
+
+@pytest.mark.parametrize(("ignored", "blocks", "dtype"), some((0.0, 0.5), (1, 2, 3), DTYPES))
+def test_trained_bias(cce, ignored, blocks, dtype):
+    case = single(MANY, V, NARROW, dtype, bias=True, ignored=ignored, token_weight=True)
+    check(cce, with_blocks(cce, case, blocks, EVERY), needs=EVERY)
+
+
+TRAINED = {
+    "softcap": {"softcap": 5.0, "temperature": 0.7, "logit_scale": -0.37},
+    "penalty": {"z_loss": 0.1, "vocab_size": V - 9},
+    "weights": {"weight": True, "token_weight": True, "num_items": 17, "shift": True},
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), some(TRAINED, DTYPES))
+def test_trained_bias_with_options(cce, name, dtype):
+    """Of 16-bit inputs in fp32, as under autocast."""
+    case = single((1, N), V, D, dtype, bias=True, **TRAINED[name])
+    case.bias = case.bias.float()
+    got = check(cce, case, needs=EVERY)
+    assert name != "penalty" or (got["dbias"][V - 9 :] == 0).all()
+
+
+@pytest.mark.parametrize("frozen", BOTH)
+@pytest.mark.usefixtures("uncounted")
+def test_trained_bias_beside_a_frozen_side(cce, frozen):
+    """Without a count of valid rows."""
+    needs = tuple(name for name in EVERY if name != frozen)
+    got = check(cce, single(N, V, D, bias=True, ignored=0.5), needs=needs)
+    assert {name for name in got if name.startswith("d")} == {f"d{name}" for name in needs}
 
 
 IGNORED = ("none", "scattered", "most", "a whole block", "all")
@@ -220,15 +252,15 @@ def test_zero_divisors(cce):
 @pytest.mark.parametrize("dtype", SOME)
 def test_retain_graph(cce, dtype):
     """The first backward hands out its gradients; a second makes the same ones anew and leaves the first's alone."""
-    case = with_blocks(cce, single(MANY, V, NARROW, dtype), 2)
-    e, c = (t.clone().requires_grad_() for t in (case.e, case.c))
-    loss = cce.linear_cross_entropy(e, c, case.targets, **case.options)
+    case = with_blocks(cce, single(MANY, V, NARROW, dtype, bias=True, z_loss=1e-2), 2, EVERY)
+    e, c, bias = leaves = [t.clone().requires_grad_() for t in (case.e, case.c, case.bias)]
+    loss = cce.linear_cross_entropy(e, c, case.targets, bias, **case.options)
     half, one = (torch.tensor(x, device=DEVICE) for x in (0.5, 1.0))
-    first = torch.autograd.grad(loss, (e, c), half, retain_graph=True)
+    first = torch.autograd.grad(loss, leaves, half, retain_graph=True)
     kept = [t.clone() for t in first]
-    second = torch.autograd.grad(loss, (e, c), one, retain_graph=True)
-    third = torch.autograd.grad(loss, (e, c), half)
-    for i in range(2):
+    second = torch.autograd.grad(loss, leaves, one, retain_graph=True)
+    third = torch.autograd.grad(loss, leaves, half)
+    for i in range(3):
         assert torch.equal(first[i], kept[i]) and torch.equal(first[i], third[i])
         assert torch.equal(first[i], second[i] / 2)
         assert len({t[i].untyped_storage().data_ptr() for t in (first, second, third)}) == 3
@@ -337,7 +369,6 @@ REFUSED = {
     "reduction='none'": {"reduction": "none"},
     "return_lse": {"return_lse": True},
     "label_smoothing": {"label_smoothing": 0.1},
-    "bias": {"bias": True},
     "float16": {"dtype": torch.float16},
 }
 

@@ -16,7 +16,7 @@ from helpers import INTERPRET, PLANNED_FOR, make_case, pick
 N, V, D = pick((50, 521, 40), (9, 70, 20))
 # Tokens of up to three blocks, the smallest block, and a hidden size at which fewer blocks take more memory.
 MANY, STEP, NARROW = pick((300, 128, 40), (45, 16, 8))
-BOTH = ("e", "c")
+BOTH, EVERY = ("e", "c"), ("e", "c", "bias")
 DTYPES = (torch.bfloat16, torch.float32)
 SOME = DTYPES[:1] if INTERPRET else DTYPES
 
@@ -60,15 +60,15 @@ def single(shape, v, d, dtype=torch.float32, **options):
     return make_case(shape, v, d, dtype, schedule="single_pass", **options)
 
 
-def with_blocks(cce, case, blocks):
+def with_blocks(cce, case, blocks, needs=BOTH):
     """The case in the smallest workspace that makes no more blocks than these."""
     n, (v, d) = case.targets.numel(), case.c.shape
 
     def made(budget):
-        sizes = {"device": PLANNED_FOR, "schedule": "single_pass", "scalar": True}
+        sizes = {"device": PLANNED_FOR, "schedule": "single_pass", "scalar": True, "need_dbias": "bias" in needs}
         return cce.plan(n, v, d, case.e.dtype, workspace=budget, **sizes).blocks
 
-    low, high = least_workspace(cce, case, BOTH), 1 << 28
+    low, high = least_workspace(cce, case, needs), 1 << 28
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if made(middle) <= blocks else (middle + 1, high)

@@ -130,8 +130,7 @@ def linear_cross_entropy(
 
     unserved = {
         "reduction='none'": reduction == "none", "return_lse": return_lse,
-        "label_smoothing": label_smoothing, "a bias that requires a gradient": flat.needs[2],
-        "float16": flat.e.dtype == torch.float16,
+        "label_smoothing": label_smoothing, "float16": flat.e.dtype == torch.float16,
     }  # fmt: skip
     if flat.takes_single_pass(schedule, workspace, [option for option, on in unserved.items() if on]):
         mean, square = reduction == "mean", None
@@ -273,7 +272,7 @@ class _Flat:
     def single_pass(self, weights, square, mean, schedule, workspace):
         run = ops.single_pass_of(*self.tensors, weights, square)
         found = run(
-            *self.tensors, weights, square, mean, *self.options, *self.needs[:2], workspace, schedule
+            *self.tensors, weights, square, mean, *self.options, self.needs, workspace, schedule
         )  # fmt: skip
         return found[0] if isinstance(found, tuple) else found
 

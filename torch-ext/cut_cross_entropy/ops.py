@@ -40,6 +40,22 @@ def _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperat
     )
 
 
+def _new_gradients(e, c, bias, vocab_size, needs):
+    """Room for dE [N, D], dC [V, D] and dbias [V], empty where not wanted, and the part of it that is to be written."""
+    room = tuple(
+        torch.empty(t.shape, dtype=t.dtype, device=e.device) if need else e.new_empty(0)
+        for t, need in zip((e, c, bias), needs, strict=True)
+    )
+    for gradient in room[1:]:
+        gradient[vocab_size:].zero_()
+    real = (room[0], room[1][:vocab_size], room[2][:vocab_size])
+    return room, Gradients(*(t if need else None for t, need in zip(real, needs, strict=True)))
+
+
+def _fake_gradients(e, c, bias, needs):
+    return tuple(t.new_empty(t.shape) if need else e.new_empty(0) for t, need in zip((e, c, bias), needs, strict=True))
+
+
 def _present(t):
     return None if t.numel() == 0 else t
 
@@ -124,12 +140,7 @@ def recompute_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dE [N, D], dC [V, D], dbias [V], each in its input's dtype, or empty."""
     problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
-    de = torch.empty(e.shape if need_de else (0,), dtype=e.dtype, device=e.device)
-    dc = torch.empty(c.shape if need_dc else (0,), dtype=c.dtype, device=c.device)
-    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=e.device) if need_dbias else e.new_empty(0)
-    if vocab_size < c.shape[0]:
-        for gradient in (dc, dbias):
-            gradient[vocab_size:].zero_()
+    room, gradients = _new_gradients(e, c, bias, vocab_size, (need_de, need_dc, need_dbias))
     with _no_autocast(e.device.type):
         upstream = recompute.row_gradients(problem, g_nll, g_lse, g_smooth, g_entropy)
         recompute.backward(
@@ -137,24 +148,16 @@ def recompute_backward(
             problem,
             Fold(nll, nll, None, _present(entropy), None, m, s, rows, count),
             upstream,
-            Gradients(
-                de if need_de else None,
-                dc[:vocab_size] if need_dc else None,
-                dbias[:vocab_size] if need_dbias else None,
-            ),
+            gradients,
             workspace,
         )
-    return de, dc, dbias
+    return room
 
 
 @recompute_backward.register_fake
 def _(e, c, targets, bias, weight, nll, entropy, m, s, rows, count, g_nll, g_lse, g_smooth, g_entropy, ignore_index,
       softcap, scale, temperature, vocab_size, need_de, need_dc, need_dbias, workspace):  # fmt: skip
-    return (
-        e.new_empty(e.shape if need_de else (0,)),
-        c.new_empty(c.shape if need_dc else (0,)),
-        bias.new_empty(bias.shape) if need_dbias else e.new_empty(0),
-    )
+    return _fake_gradients(e, c, bias, (need_de, need_dc, need_dbias))
 
 
 def _setup_context(ctx, inputs, output):
@@ -203,7 +206,7 @@ def single_pass_forward(
     e: Tensor,  # [N, D]
     c: Tensor,  # [V, D]
     targets: Tensor,  # [N] int64 or int32
-    bias: Optional[Tensor],  # [V], without a gradient
+    bias: Optional[Tensor],  # [V]
     weights: Optional[Tensor],  # [N] fp32, of any stride
     square: Optional[Tensor],
     mean: bool,
@@ -212,66 +215,57 @@ def single_pass_forward(
     scale: float,
     temperature: float,
     vocab_size: int,
-    need_de: bool,
-    need_dc: bool,
+    needs: Sequence[bool],  # gradients that are wanted: of e, c, bias
     workspace: Optional[int],
     schedule: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The scalar loss, and dE [N, D] and dC [V, D] of it in their inputs' dtype, or empty."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The scalar loss, and its dE [N, D], dC [V, D] and dbias [V], each in its input's dtype, or empty."""
     problem = _problem(e, c, targets, bias, None, ignore_index, softcap, scale, temperature, vocab_size)
-    de = torch.empty(e.shape if need_de else (0,), dtype=e.dtype, device=e.device)
-    dc = torch.empty(c.shape if need_dc else (0,), dtype=c.dtype, device=c.device)
-    dc[vocab_size:].zero_()
+    room, gradients = _new_gradients(e, c, bias, vocab_size, needs)
     with _no_autocast(e.device.type):
         loss = single_pass.loss_and_gradients(
-            backend_of(e.device), problem, weights, square, mean,
-            Gradients(de if need_de else None, dc[:vocab_size] if need_dc else None, None), workspace, schedule,
-        )  # fmt: skip
-    return loss, de, dc
+            backend_of(e.device), problem, weights, square, mean, gradients, workspace, schedule
+        )
+    return loss, *room
 
 
 @single_pass_forward.register_fake
-def _(e, c, targets, bias, weights, square, mean, ignore_index, softcap, scale, temperature, vocab_size, need_de,
-      need_dc, workspace, schedule):  # fmt: skip
-    return (
-        e.new_empty((), dtype=torch.float32),
-        e.new_empty(e.shape if need_de else (0,)),
-        c.new_empty(c.shape if need_dc else (0,)),
-    )
+def _(e, c, targets, bias, weights, square, mean, ignore_index, softcap, scale, temperature, vocab_size, needs,
+      workspace, schedule):  # fmt: skip
+    return e.new_empty((), dtype=torch.float32), *_fake_gradients(e, c, bias, needs)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("scale"), mutates_args=())
-def scaled(e: Tensor, c: Tensor, de: Tensor, dc: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-    """upstream * dE and upstream * dC in new tensors. e and c only mark what these depend on."""
-    de, dc = de.clone(), dc.clone()
-    backend_of(e.device).scale(upstream, de, dc)
-    return de, dc
+def scaled(
+    e: Tensor, c: Tensor, bias: Optional[Tensor], de: Tensor, dc: Tensor, dbias: Tensor, upstream: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """upstream times each gradient in new tensors. e, c and bias only mark what these depend on."""
+    gradients = de.clone(), dc.clone(), dbias.clone()
+    backend_of(e.device).scale(upstream, *gradients)
+    return gradients
 
 
 @scaled.register_fake
-def _(e, c, de, dc, upstream):
-    return de.new_empty(de.shape), dc.new_empty(dc.shape)
-
-
-def _single_pass_context(ctx, inputs, output):
-    ctx.needs = inputs[12:14]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
+def _(e, c, bias, de, dc, dbias, upstream):
+    return tuple(t.new_empty(t.shape) for t in (de, dc, dbias))
 
 
 def _single_pass_setup(ctx, inputs, output):
-    _single_pass_context(ctx, inputs, output)
-    ctx.save_for_backward(*inputs[:2], *output[1:])
+    e, c, _, bias, *_, needs, _, _ = inputs
+    ctx.needs = needs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(e, c, bias, *output[1:])
 
 
-def _single_pass_gradients(ctx, de, dc):
-    need_de, need_dc = ctx.needs
-    return (de if need_de else None, dc if need_dc else None, *[None] * 14)
+def _single_pass_gradients(ctx, *gradients):
+    de, dc, dbias = (t if need else None for t, need in zip(gradients, ctx.needs, strict=True))
+    return de, dc, None, dbias, *[None] * 11
 
 
 def _single_pass_backward(ctx, upstream, *_):
     if upstream is None:
-        return (None,) * 16
+        return (None,) * 15
     return _single_pass_gradients(ctx, *scaled(*ctx.saved_tensors, upstream))
 
 
@@ -284,19 +278,19 @@ class _EagerSinglePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         loss, *gradients = single_pass_forward._init_fn(*inputs)
-        ctx.needs, ctx.gradients, ctx.options = inputs[12:14], gradients, inputs[6:]
+        ctx.needs, ctx.gradients, ctx.options = inputs[-3], gradients, inputs[6:]
         ctx.save_for_backward(*inputs[:6])
         return loss
 
     @staticmethod
     def backward(ctx, upstream):
-        (e, c, *_), gradients = ctx.saved_tensors, ctx.gradients
+        (e, c, _, bias, *_), gradients = ctx.saved_tensors, ctx.gradients
         ctx.gradients = None
         if gradients is None:
             with torch.no_grad():
                 _, *gradients = single_pass_forward._init_fn(*ctx.saved_tensors, *ctx.options)
         if torch.is_grad_enabled():
-            gradients = scaled(e, c, *gradients, upstream)
+            gradients = scaled(e, c, bias, *gradients, upstream)
         else:
             backend_of(e.device).scale(upstream, *gradients)
         return _single_pass_gradients(ctx, *gradients)

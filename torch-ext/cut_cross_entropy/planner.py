@@ -226,6 +226,9 @@ def _block_parts(s: _Sizes, block, chunk):
         parts["forward:fp32 dC of frequent ids"] = FREQUENT * (4 * s.d + s.itemsize * block) + 24 * s.v
     elif s.need_dc and s.itemsize < 4 and blocks > 1:
         parts["forward:fp32 dC"] = 4 * s.v * s.d
+    if s.need_dbias:
+        partial = min(math.ceil(4 * PROCESSORS / max(math.ceil(s.v / 128), 1)), math.ceil(block / 64)) if s.gpu else 1
+        parts["forward:fp32 dbias"] = 4 * s.v * (partial + (partial > 1) + (blocks > 1))
     return {name: size for name, size in parts.items() if size}
 
 
@@ -309,7 +312,7 @@ def plan(
         schedule: ``"auto"`` (the one of least predicted time within the budget; with plain torch operations
             `single_pass` where it fits), ``"recompute"`` or ``"single_pass"``.
         scalar: whether the call is one that ``single_pass`` can serve: a mean or sum without return_lse and
-            label_smoothing, no trained bias, bfloat16 or float32.
+            label_smoothing, of bfloat16 or float32, with a gradient of e or c.
 
     Raises:
         ValueError: the budget is below what the sizes need, or the schedule is unknown or cannot serve the call.
@@ -326,7 +329,7 @@ def plan(
         n, v, d, n if valid is None else valid, itemsize, compacted, need_de, need_dc, need_dbias,
         name == "float16", device == "cuda",
     )  # fmt: skip
-    scalar = scalar and s.valid > 0 and d > 0 and (need_de or need_dc) and not need_dbias and not s.half
+    scalar = scalar and s.valid > 0 and d > 0 and (need_de or need_dc) and not s.half
     if schedule == "single_pass" and not scalar:
         raise ValueError("schedule: 'single_pass' needs a scalar loss with gradients; see plan(scalar=...)")
     plans, fitting = [], []

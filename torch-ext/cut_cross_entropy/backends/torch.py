@@ -248,6 +248,11 @@ def accumulate(a, b, accumulator, first):
             accumulator.addmm_(a[:, k0:k1], b[k0:k1].float())
 
 
+def column_sum(matrix, weight):
+    """sum_r weight_r matrix_r of an fp32 matrix."""
+    return weight @ matrix
+
+
 def expand(accumulator, rows, count, live, known, unit, de):
     """dE rows in their own dtype; exactly 0 where the target is ignored."""
     if live == de.shape[0]:

@@ -25,7 +25,7 @@ def loss_and_gradients(backend, problem, weights, square, mean, gradients, works
     Coefficients are fp32 [N] or None; weights are then 1, or with `mean` 1 over the number of valid rows. Where
     `schedule` is "auto" and `recompute` the better plan, that is what runs.
     """
-    n, v, (de, dc, _) = problem.e.shape[0], problem.c.shape[0], gradients
+    n, v, (de, dc, dbias) = problem.e.shape[0], problem.c.shape[0], gradients
     plan = planned(backend, problem.e, v, gradients.wanted, workspace, schedule)
     rows, count = backend.select(problem.targets, problem.ignore_index, v)
     if weights is None:
@@ -41,7 +41,7 @@ def loss_and_gradients(backend, problem, weights, square, mean, gradients, works
     loss = ScalarLoss(*(x if x is None or x.stride(0) == 0 else x[rows.long().clamp(0, n - 1)] for x in loss))
     panel = backend.new_panel(problem.e, plan.block, plan.panel)
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
-    total = None if dc is None else _Sum(backend, plan, problem, dc)
+    total, bias_total = None if dc is None else _Sum(backend, plan, problem, dc), None
     nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
     lse = None if square is None else torch.zeros_like(nll)
     # The count is on its way to the host while the first block is folded.
@@ -60,13 +60,17 @@ def loss_and_gradients(backend, problem, weights, square, mean, gradients, works
             if de is not None and (live < n or not counting.known):
                 de.zero_()
             if live == 0:
-                if dc is not None:
-                    dc.zero_()
+                for gradient in (dc, dbias):
+                    if gradient is not None:
+                        gradient.zero_()
                 break
         x, scaled = panel[: i1 - i0], narrow[: i1 - i0]
         if dc is not None:
             torch.mul(block.e[: i1 - i0], factors[: i1 - i0].unsqueeze(1), out=scaled)
             total.add(x, scaled, first=i0 == 0)
+        if dbias is not None:
+            column_sum = backend.column_sum(x[:, :v], factors[: i1 - i0])
+            bias_total = column_sum if bias_total is None else bias_total.add_(column_sum)
         if de is not None:
             for j0 in range(0, i1 - i0, plan.chunk):
                 j1 = min(j0 + plan.chunk, i1 - i0)
@@ -76,6 +80,8 @@ def loss_and_gradients(backend, problem, weights, square, mean, gradients, works
         i0 += plan.block
     if live and dc is not None:
         total.finish()
+    if bias_total is not None:
+        dbias.copy_(bias_total)
     return loss.value(nll, lse)
 
 

@@ -1,5 +1,6 @@
 """The primitives as Triton kernels, for CUDA (compute capability 8.0 and up) and ROCm."""
 
+from .column_sum import column_sum
 from .contract import accumulate, contract_c
 from .dlogits import dlogits, new_panel, panel_unit
 from .exponentials import exponentials
@@ -10,6 +11,7 @@ from .rows import block, compact, count_later, count_on_host, expand, expand_blo
 NAME = "triton"
 
 __all__ = [
-    "NAME", "accumulate", "block", "compact", "contract_c", "count_later", "count_on_host", "dlogits", "expand",
-    "expand_block", "exponentials", "fold", "launches", "new_panel", "new_rows", "panel_unit", "scale", "select",
+    "NAME", "accumulate", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host", "dlogits",
+    "expand", "expand_block", "exponentials", "fold", "launches", "new_panel", "new_rows", "panel_unit", "scale",
+    "select",
 ]  # fmt: skip
