@@ -193,7 +193,7 @@ FAULTS = {
         GRADIENT, [("if SOFTCAP > 0:", "if SOFTCAP > 0 and HAS_SMOOTH:")], many_options
     ),
     "temperature left out of the gradient": Fault(
-        DLOGITS, [("problem.scale / problem.temperature)", "problem.scale)")], many_options
+        DLOGITS, [("scalars.append(problem.scale / problem.temperature)", "scalars.append(problem.scale)")], many_options
     ),
     "dE accumulated in 16 bits": Fault(
         CONTRACT,
