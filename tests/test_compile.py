@@ -28,7 +28,7 @@ OPTIONS = {
     "plain": {},
     "recompute": {"schedule": "recompute"},
     "single_pass": {"schedule": "single_pass", "softcap": 5.0, "vocab_size": V - 3, "reduction": "sum", "shift": True},
-    "single_pass with a penalty": {"schedule": "single_pass", "z_loss": 1e-2},
+    "single_pass with a penalty": {"schedule": "single_pass", "z_loss": 1e-2, "label_smoothing": 0.1},
     "none": {"reduction": "none", "return_lse": True},
     "all": {
         "reduction": "mean", "softcap": 5.0, "logit_scale": 0.5, "temperature": 0.7, "label_smoothing": 0.1,

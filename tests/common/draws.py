@@ -41,8 +41,15 @@ def servable(case, needs):
     """Whether `single_pass` serves this call of the loss."""
     options = case.options
     scalar = options.get("reduction", "mean" if "schedule" in options else "none") != "none"
-    more = any(options.get(name) for name in ("return_lse", "label_smoothing"))
-    return scalar and not more and case.e.dtype != torch.float16 and not {"e", "c"}.isdisjoint(needs)
+    eps, v = options.get("label_smoothing", 0.0), options.get("vocab_size") or case.c.shape[0]
+    smoothed = eps > 0 and (options.get("softcap") is not None or eps > 0.5 or v < 64)
+    return (
+        scalar
+        and not options.get("return_lse")
+        and not smoothed
+        and case.e.dtype != torch.float16
+        and not {"e", "c"}.isdisjoint(needs)
+    )
 
 
 def least_workspace(cce, case, needs, device=PLANNED_FOR):

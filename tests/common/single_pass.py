@@ -23,7 +23,7 @@ from common.sweep import (  # noqa: F401
     uncounted,
     with_blocks,
 )
-from helpers import DEVICE, INTERPRET, PLANNED_FOR, check, make_case, pick, run
+from helpers import DEVICE, INTERPRET, PLANNED_FOR, check, ignored_rows, make_case, pick, run
 from torch.utils.checkpoint import checkpoint
 
 OPTIONS = {
@@ -123,6 +123,32 @@ def test_trained_bias_beside_a_frozen_side(cce, frozen):
     needs = tuple(name for name in EVERY if name != frozen)
     got = check(cce, single(N, V, D, bias=True, ignored=0.5), needs=needs)
     assert {name for name in got if name.startswith("d")} == {f"d{name}" for name in needs}
+
+
+SMOOTHED = {
+    "plain": {},
+    "sum": {"reduction": "sum", "logit_scale": -0.37, "temperature": 0.7},
+    "weights": {"weight": True, "token_weight": True},
+    "num_items": {"num_items": 17, "token_weight": True, "z_loss": 0.1},
+    "classes": {"weight": True, "vocab_size": V - 3, "shift": True},
+}
+
+
+@pytest.mark.parametrize(("name", "bias", "blocks", "dtype"), some(SMOOTHED, (True, False), (1, 2, 3), DTYPES))
+def test_label_smoothing(cce, name, bias, blocks, dtype):
+    case = single((1, MANY), V, NARROW, dtype, label_smoothing=0.1, bias=bias, **SMOOTHED[name])
+    got = check(cce, with_blocks(cce, case, blocks, EVERY if bias else BOTH), needs=EVERY)
+    assert (got["de"][ignored_rows(case)] == 0).all()
+
+
+@pytest.mark.parametrize("needs", BOTH)
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+@pytest.mark.usefixtures("uncounted")
+def test_label_smoothing_without_a_count(cce, ignore_index, needs):
+    """Rows past the count take no part in any of its sums; a target far below the rest."""
+    case = single(MANY, V, NARROW, ignored=0.4, label_smoothing=0.1, bias=True, ignore_index=ignore_index)
+    case.bias[case.targets[case.targets != ignore_index][0]] = -100.0
+    check(cce, with_blocks(cce, case, 2, (needs, "bias")), needs=(needs, "bias"))
 
 
 IGNORED = ("none", "scattered", "most", "a whole block", "all")
@@ -368,7 +394,7 @@ def test_grad_scaler(cce):
 REFUSED = {
     "reduction='none'": {"reduction": "none"},
     "return_lse": {"return_lse": True},
-    "label_smoothing": {"label_smoothing": 0.1},
+    "label_smoothing": {"label_smoothing": 0.1, "softcap": 5.0},
     "float16": {"dtype": torch.float16},
 }
 
@@ -384,7 +410,7 @@ def test_what_it_cannot_serve_is_refused_by_name(cce, name):
 
 
 def test_several_refusals_are_named_together(cce):
-    case = single(N, V, D, reduction="none", label_smoothing=0.1)
+    case = single(N, V, D, reduction="none", label_smoothing=0.6)
     with pytest.raises(ValueError, match=r"reduction='none', label_smoothing"):
         run(cce.linear_cross_entropy, case)
 

@@ -63,6 +63,7 @@ def single(shape, v, d, dtype=torch.float32, **options):
 def with_blocks(cce, case, blocks, needs=BOTH):
     """The case in the smallest workspace that makes no more blocks than these."""
     n, (v, d) = case.targets.numel(), case.c.shape
+    v = case.options.get("vocab_size") or v
 
     def made(budget):
         sizes = {"device": PLANNED_FOR, "schedule": "single_pass", "scalar": True, "need_dbias": "bias" in needs}

@@ -85,10 +85,10 @@ class Recorder:
         return self._by_name()
 
     def sweep(self, row, problem, live, specialised=False):
-        """The same of a weighted mean by `single_pass`, and of an upstream gradient that is not 1."""
+        """The same of a penalized, smoothed mean by `single_pass`, and of an upstream gradient that is not 1."""
         self._begin(row, live, specialised)
-        weights, gradients = torch.ones(problem.e.shape[0]), self._gradients_of(problem)
-        self.single_pass.loss_and_gradients(self.backend, problem, weights, None, False, gradients, None, "single_pass")
+        coefficients, gradients = [torch.ones(problem.e.shape[0])] * 3, self._gradients_of(problem)
+        self.single_pass.loss_and_gradients(self.backend, problem, *coefficients, False, gradients, None, "single_pass")
         self.backend.scale(torch.ones(()), gradients.de, gradients.dc)
         return self._by_name()
 

@@ -94,13 +94,13 @@ def predictions(cce):
     assert (run(cce.linear_token_stats, case)["prediction"] == 0).all()
 
 
-def held(cce, case, blocks=1, all_rows=False):
+def held(cce, case, blocks=1, all_rows=False, needs=sweep.BOTH):
     """The contract, by `single_pass` in so many blocks of tokens."""
     with pytest.MonkeyPatch.context() as patch:
         sweep.teach(cce, patch)
         if all_rows:
             sweep.take_all_rows(cce, patch)
-        check(cce, sweep.with_blocks(cce, case, blocks), needs=sweep.BOTH)
+        check(cce, sweep.with_blocks(cce, case, blocks, needs), needs=needs)
 
 
 def swept(cce):
@@ -127,6 +127,13 @@ def swept_past_the_count(cce):
 
 def swept_penalized(cce):
     held(cce, sweep.single(9, 70, 16, torch.bfloat16, spread=0.3, z_loss=0.1))
+
+
+def swept_smoothed(cce):
+    """Two blocks, rows past the count, a trained bias."""
+    case = sweep.single(45, 70, 8, token_weight=True, label_smoothing=0.1, bias=True, ignored=0.1)
+    case.targets[[0, -1]] = 1
+    held(cce, case, blocks=2, all_rows=True, needs=sweep.EVERY)
 
 
 class Fault(NamedTuple):
@@ -235,6 +242,12 @@ FAULTS = {
     ),
     "every block weighs its tokens as the first": Fault(
         SINGLE_PASS, [("slice(i0, i1)", "slice(0, i1 - i0)")], swept_in_blocks
+    ),
+    "smoothing in dE by the first rows of a block": Fault(
+        SINGLE_PASS, [("smoothing.of_rows(i0 + j0, i0 + j1)", "smoothing.of_rows(j0, j1)")], swept_smoothed
+    ),
+    "rows past the count smoothed": Fault(
+        SINGLE_PASS, [("torch.where(listed, loss.smooth, 0.0)", "loss.smooth")], swept_smoothed
     ),
     "penalty left out at the target": Fault(
         EXPONENTIALS, [("b_rest * exp(-b_loss)", "b_rest * 0.0")], swept_penalized

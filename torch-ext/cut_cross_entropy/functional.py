@@ -128,27 +128,35 @@ def linear_cross_entropy(
     if token_weight is not None:
         token_weight = torch.where(flat.valid, flat.rolled(token_weight, 0).float(), 0.0)
 
+    # p and w are rounded apart there, which leaves little where they cancel.
+    apart = softcap is not None or label_smoothing > 0.5 or flat.vocab_size < 64
     unserved = {
         "reduction='none'": reduction == "none", "return_lse": return_lse,
-        "label_smoothing": label_smoothing, "float16": flat.e.dtype == torch.float16,
+        "label_smoothing above 0.5, under a softcap or of fewer than 64 classes": label_smoothing and apart,
+        "float16": flat.e.dtype == torch.float16,
     }  # fmt: skip
     if flat.takes_single_pass(schedule, workspace, [option for option, on in unserved.items() if on]):
-        mean, square = reduction == "mean", None
+        mean, square, smooth = reduction == "mean", None, None
         weights, divisor = token_class_weight, None if num_items is None else flat.number(num_items)
 
-        def share(weights):
-            """Of each token in the mean or sum."""
-            return _divide(weights, weights.sum() if divisor is None else divisor) if mean else weights
+        def share(x, weights):
+            """x over the sum of the weights, or what takes its place."""
+            return _divide(x, weights.sum() if divisor is None else divisor) if mean else x
 
+        tokens = token_weight
+        if tokens is None and (z_loss or label_smoothing):
+            tokens = flat.valid.float()
         if z_loss:
-            square = z_loss * share(flat.valid.float() if token_weight is None else token_weight)
-        if token_weight is not None:
-            weights = token_weight if weights is None else token_weight * weights
+            square = z_loss * share(tokens, tokens)
+        if tokens is not None:
+            weights = tokens if weights is None else tokens * weights
+        if label_smoothing:
+            smooth = label_smoothing / flat.vocab_size * share(tokens, weights)
         if weights is not None:
-            weights = share(weights)
+            weights = share((1.0 - label_smoothing) * weights if label_smoothing else weights, weights)
         elif divisor is not None:
-            weights = share(flat.number(1.0)).expand(flat.e.shape[0])
-        return flat.single_pass(weights, square, mean, schedule, workspace)
+            weights = share(flat.number(1.0), None).expand(flat.e.shape[0])
+        return flat.single_pass(weights, square, smooth, mean, schedule, workspace)
     nll, lse, smooth, _, _, count = flat.fold(want_smooth=label_smoothing > 0.0, workspace=workspace)
 
     loss = nll if weight is None else token_class_weight * nll
@@ -269,10 +277,11 @@ class _Flat:
         plan = single_pass.planned(backend, self.e, self.vocab_size, self.needs, workspace, schedule)
         return plan.schedule == "single_pass"
 
-    def single_pass(self, weights, square, mean, schedule, workspace):
-        run = ops.single_pass_of(*self.tensors, weights, square)
+    def single_pass(self, weights, square, smooth, mean, schedule, workspace):
+        tensors = (*self.tensors, None if smooth is None else self.weight, weights, square, smooth)
+        run = ops.single_pass_of(*tensors)
         found = run(
-            *self.tensors, weights, square, mean, *self.options, self.needs, workspace, schedule
+            *tensors, mean, *self.options, self.needs, workspace, schedule
         )  # fmt: skip
         return found[0] if isinstance(found, tuple) else found
 

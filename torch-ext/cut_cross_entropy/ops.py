@@ -207,8 +207,10 @@ def single_pass_forward(
     c: Tensor,  # [V, D]
     targets: Tensor,  # [N] int64 or int32
     bias: Optional[Tensor],  # [V]
+    weight: Optional[Tensor],  # [V], with smooth
     weights: Optional[Tensor],  # [N] fp32, of any stride
     square: Optional[Tensor],
+    smooth: Optional[Tensor],
     mean: bool,
     ignore_index: int,
     softcap: Optional[float],
@@ -220,18 +222,18 @@ def single_pass_forward(
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The scalar loss, and its dE [N, D], dC [V, D] and dbias [V], each in its input's dtype, or empty."""
-    problem = _problem(e, c, targets, bias, None, ignore_index, softcap, scale, temperature, vocab_size)
+    problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
     room, gradients = _new_gradients(e, c, bias, vocab_size, needs)
     with _no_autocast(e.device.type):
         loss = single_pass.loss_and_gradients(
-            backend_of(e.device), problem, weights, square, mean, gradients, workspace, schedule
+            backend_of(e.device), problem, weights, square, smooth, mean, gradients, workspace, schedule
         )
     return loss, *room
 
 
 @single_pass_forward.register_fake
-def _(e, c, targets, bias, weights, square, mean, ignore_index, softcap, scale, temperature, vocab_size, needs,
-      workspace, schedule):  # fmt: skip
+def _(e, c, targets, bias, weight, weights, square, smooth, mean, ignore_index, softcap, scale, temperature,
+      vocab_size, needs, workspace, schedule):  # fmt: skip
     return e.new_empty((), dtype=torch.float32), *_fake_gradients(e, c, bias, needs)
 
 
@@ -260,12 +262,12 @@ def _single_pass_setup(ctx, inputs, output):
 
 def _single_pass_gradients(ctx, *gradients):
     de, dc, dbias = (t if need else None for t, need in zip(gradients, ctx.needs, strict=True))
-    return de, dc, None, dbias, *[None] * 11
+    return de, dc, None, dbias, *[None] * 13
 
 
 def _single_pass_backward(ctx, upstream, *_):
     if upstream is None:
-        return (None,) * 15
+        return (None,) * 17
     return _single_pass_gradients(ctx, *scaled(*ctx.saved_tensors, upstream))
 
 
@@ -278,8 +280,8 @@ class _EagerSinglePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         loss, *gradients = single_pass_forward._init_fn(*inputs)
-        ctx.needs, ctx.gradients, ctx.options = inputs[-3], gradients, inputs[6:]
-        ctx.save_for_backward(*inputs[:6])
+        ctx.needs, ctx.gradients, ctx.options = inputs[-3], gradients, inputs[8:]
+        ctx.save_for_backward(*inputs[:8])
         return loss
 
     @staticmethod

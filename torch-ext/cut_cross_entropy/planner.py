@@ -311,8 +311,8 @@ def plan(
             asked for by name, it may on any device take what it needs at least.
         schedule: ``"auto"`` (the one of least predicted time within the budget; with plain torch operations
             `single_pass` where it fits), ``"recompute"`` or ``"single_pass"``.
-        scalar: whether the call is one that ``single_pass`` can serve: a mean or sum without return_lse and
-            label_smoothing, of bfloat16 or float32, with a gradient of e or c.
+        scalar: whether the call is one that ``single_pass`` can serve: a mean or sum of bfloat16 or float32
+            with a gradient of e or c, without return_lse and without label_smoothing above 0.5 or under a softcap.
 
     Raises:
         ValueError: the budget is below what the sizes need, or the schedule is unknown or cannot serve the call.

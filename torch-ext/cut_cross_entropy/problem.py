@@ -20,6 +20,11 @@ class Problem:
     scale: float
     temperature: float
 
+    @property
+    def total_weight(self):
+        """sum_v w_v"""
+        return self.c.shape[0] if self.weight is None else self.weight.float().sum()
+
 
 @dataclass(frozen=True, slots=True)
 class Fold:
@@ -57,24 +62,30 @@ class Gradients(NamedTuple):
 
 
 class ScalarLoss(NamedTuple):
-    """sum_i nll_i * (lse_i - z_iy) + square_i * lse_i^2, by coefficients fp32 [N] of any stride.
+    """sum_i nll_i * (lse_i - z_iy) + square_i * lse_i^2 + smooth_i * sum_v w_v (lse_i - z_iv).
 
-    Those of ignored rows meet a loss and an lse of 0.
+    Coefficients fp32 [N] of any stride. At ignored rows those of smooth are 0, the others meet a loss and an lse of 0.
     """
 
     nll: Tensor
     square: Optional[Tensor]
+    smooth: Optional[Tensor]
 
     def rows(self, index):
         return ScalarLoss(*(x if x is None else x[index] for x in self))
 
     def value(self, nll, lse):
+        """The first two terms."""
         loss = (self.nll * nll).sum()
         return loss if self.square is None else loss + (self.square * lse.square()).sum()
 
-    def gradients(self, lse):
-        """The derivatives by row."""
-        return RowGradients(self.nll, None if self.square is None else 2.0 * self.square * lse, None, None)
+    def gradients(self, problem, lse):
+        """The derivatives by row, but for the - smooth_i * w_v."""
+        rest = None if self.square is None else 2.0 * self.square * lse
+        if self.smooth is not None:
+            on_p = self.smooth * problem.total_weight
+            rest = on_p if rest is None else rest + on_p
+        return RowGradients(self.nll, rest, None, None)
 
 
 class RowGradients(NamedTuple):

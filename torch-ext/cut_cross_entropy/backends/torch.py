@@ -248,9 +248,13 @@ def accumulate(a, b, accumulator, first):
             accumulator.addmm_(a[:, k0:k1], b[k0:k1].float())
 
 
-def column_sum(matrix, weight):
-    """sum_r weight_r matrix_r of an fp32 matrix."""
-    return weight @ matrix
+def column_sum(matrix, weight=None):
+    """sum_r weight_r matrix_r, fp32; the weights default to 1. 16-bit rows are widened piece by piece."""
+    total = matrix.new_zeros(matrix.shape[1], dtype=torch.float32)
+    for r0, r1 in _steps(0, matrix.shape[0], COLUMNS):
+        x = matrix[r0:r1].float()
+        total += x.sum(0) if weight is None else weight[r0:r1].float() @ x
+    return total
 
 
 def expand(accumulator, rows, count, live, known, unit, de):
@@ -278,7 +282,7 @@ def exponentials(problem, count, counted, panel, loss):
     gain = torch.exp(-ahead)
     nll = torch.where(ahead < 40, torch.log1p(s * torch.exp(ahead)), ahead + torch.log(s + gain))
     lse = m + torch.log(s + gain)
-    upstream, x_y, slope = loss.gradients(lse), -s, _slope(problem, z_y)
+    upstream, x_y, slope = loss.gradients(problem, lse), -s, _slope(problem, z_y)
     g = upstream.nll
     if upstream.rest is not None:
         g, least = g + upstream.rest, g.abs() * 2.0**-24
@@ -313,10 +317,13 @@ def _exponential(problem, z, base):
     return s
 
 
-def expand_block(accumulator, rows, count, first, factors, de):
-    """dE[rows[first + i]] = accumulator[i] * factors[i], rounded once. The accumulator is overwritten."""
+def expand_block(accumulator, rows, count, first, factors, de, less=None):
+    """dE[rows[first + i]] = accumulator[i] * factors[i] - less[0][i] * less[1], rounded once, in the accumulator."""
     index = rows[first : first + accumulator.shape[0]].long()
-    de.index_copy_(0, index, accumulator.mul_(factors.unsqueeze(1)).to(de.dtype))
+    accumulator.mul_(factors.unsqueeze(1))
+    if less is not None:
+        accumulator.addcmul_(less[0].unsqueeze(1), less[1], value=-1.0)
+    de.index_copy_(0, index, accumulator.to(de.dtype))
 
 
 def scale(upstream, *gradients):

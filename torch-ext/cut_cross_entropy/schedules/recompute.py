@@ -31,8 +31,7 @@ def row_gradients(problem, nll, lse, smooth, entropy):
     """Gather what multiplies p in one vector: d lse/dz = p, d smooth/dz = (sum w) p - w."""
     rest = lse
     if smooth is not None:
-        total = problem.c.shape[0] if problem.weight is None else problem.weight.float().sum()
-        rest = smooth * total if lse is None else lse + smooth * total
+        rest = smooth * problem.total_weight if lse is None else lse + smooth * problem.total_weight
     return RowGradients(nll, rest, smooth, entropy)
 
 

@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from ..planner import FREQUENT
+from ..planner import FREQUENT, TILE_COLUMNS
 from ..problem import ScalarLoss
 from . import recompute
 
@@ -19,8 +19,8 @@ def planned(backend, e, v, needs, workspace, schedule):
     return recompute.planned(backend, e, v, needs, workspace, schedule=schedule, scalar=True)
 
 
-def loss_and_gradients(backend, problem, weights, square, mean, gradients, workspace, schedule):
-    """sum_i weights_i * nll_i + square_i * lse_i^2 over the valid rows, and its gradients.
+def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradients, workspace, schedule):
+    """A `ScalarLoss` over the valid rows, and its gradients.
 
     Coefficients are fp32 [N] or None; weights are then 1, or with `mean` 1 over the number of valid rows. Where
     `schedule` is "auto" and `recompute` the better plan, that is what runs.
@@ -31,19 +31,26 @@ def loss_and_gradients(backend, problem, weights, square, mean, gradients, works
     if weights is None:
         one = count.float().clamp_(min=1.0).reciprocal_() if mean else problem.e.new_ones(1, dtype=torch.float32)
         weights = one.expand(n)
-    loss = ScalarLoss(weights, square)
+    loss = ScalarLoss(weights, square, smooth)
     if plan.schedule == "recompute":
-        fold = backend.fold(problem, rows, count, False, False, False)
-        recompute.backward(backend, problem, fold, loss.gradients(fold.lse), gradients, workspace)
-        return loss.value(fold.nll, fold.lse)
+        fold = backend.fold(problem, rows, count, smooth is not None, False, False)
+        upstream = loss.gradients(problem, fold.lse)._replace(smooth=smooth)
+        recompute.backward(backend, problem, fold, upstream, gradients, workspace)
+        value = loss.value(fold.nll, fold.lse)
+        return value if smooth is None else value + (smooth * fold.smooth).sum()
 
     # By number among the valid rows; what is listed after those is any row.
     loss = ScalarLoss(*(x if x is None or x.stride(0) == 0 else x[rows.long().clamp(0, n - 1)] for x in loss))
     panel = backend.new_panel(problem.e, plan.block, plan.panel)
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
     total, bias_total = None if dc is None else _Sum(backend, plan, problem, dc), None
+    smoothing = None
+    if smooth is not None:
+        listed = torch.arange(n, device=count.device) < count
+        loss = loss._replace(smooth=torch.where(listed, loss.smooth, 0.0))
+        smoothing = _Smoothing(backend, problem, loss.smooth)
     nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
-    lse = None if square is None else torch.zeros_like(nll)
+    lse = torch.zeros_like(nll) if smoothing or square is not None else None
     # The count is on its way to the host while the first block is folded.
     counting = backend.count_later(problem, count)
     live, i0 = counting.now, 0
@@ -52,7 +59,7 @@ def loss_and_gradients(backend, problem, weights, square, mean, gradients, works
         block = backend.block(problem, rows, count, i0, i1, narrow)
         counted, part = live is None and counting.known, loss.rows(slice(i0, i1))
         nll[i0:i1], lse_of, factors = backend.exponentials(block, count, counted, panel[: i1 - i0], part)
-        if square is not None:
+        if lse is not None:
             lse[i0:i1] = lse_of
         if i0 == 0:
             live = counting.wait()
@@ -65,6 +72,8 @@ def loss_and_gradients(backend, problem, weights, square, mean, gradients, works
                         gradient.zero_()
                 break
         x, scaled = panel[: i1 - i0], narrow[: i1 - i0]
+        if smoothing:
+            smoothing.add(block.e[: i1 - i0], i0, i1)
         if dc is not None:
             torch.mul(block.e[: i1 - i0], factors[: i1 - i0].unsqueeze(1), out=scaled)
             total.add(x, scaled, first=i0 == 0)
@@ -76,13 +85,47 @@ def loss_and_gradients(backend, problem, weights, square, mean, gradients, works
                 j1 = min(j0 + plan.chunk, i1 - i0)
                 for a, b in recompute.aligned_pieces(0, v):
                     backend.accumulate(x[j0:j1, a:b], problem.c[a:b], wide[: j1 - j0], first=a == 0)
-                backend.expand_block(wide[: j1 - j0], rows, count, i0 + j0, factors[j0:j1], de)
+                less = smoothing and smoothing.of_rows(i0 + j0, i0 + j1)
+                backend.expand_block(wide[: j1 - j0], rows, count, i0 + j0, factors[j0:j1], de, less=less)
         i0 += plan.block
     if live and dc is not None:
-        total.finish()
+        total.finish(smoothing)
     if bias_total is not None:
-        dbias.copy_(bias_total)
-    return loss.value(nll, lse)
+        dbias.copy_(smoothing.without(bias_total, smoothing.smooth.sum()) if smoothing else bias_total)
+    value = loss.value(nll, lse)
+    return value + smoothing.value(problem, lse) if smoothing and live else value
+
+
+class _Smoothing:
+    """What label smoothing adds to dz beside a multiple of p, - smooth_i * w_v: of rank one, so it never meets a panel.
+
+    With S = sum_v w_v c_v and T = sum_i smooth_i e_i, both [D], it is - smooth_i * S in dE and - w_v * T in dC.
+    """
+
+    def __init__(self, backend, problem, smooth):
+        self.column_sum, self.smooth, self.factor = backend.column_sum, smooth, problem.scale / problem.temperature
+        one = smooth.new_ones(1).expand(problem.c.shape[0])
+        self.weight = one if problem.weight is None else problem.weight.float()
+        self.classes = backend.column_sum(problem.c, problem.weight).mul_(self.factor)
+        self.tokens = torch.zeros_like(self.classes)
+
+    def add(self, e, i0, i1):
+        self.tokens += self.column_sum(e, self.smooth[i0:i1])
+
+    def of_rows(self, i0, i1):
+        return self.smooth[i0:i1], self.classes
+
+    def without(self, total, tokens, out=None, weight=None):
+        """total - w_v * tokens * scale / temperature, in fp32 and rounded once to the dtype of `out`."""
+        weight = self.weight if weight is None else weight
+        weight = weight if total.dim() == 1 else weight.unsqueeze(1)
+        return torch.addcmul(total, weight, tokens, value=-self.factor, out=out)
+
+    def value(self, problem, lse):
+        value = problem.total_weight * (self.smooth * lse).sum() - (self.tokens * self.classes).sum()
+        if problem.bias is None:
+            return value
+        return value - self.factor * (self.weight * problem.bias.float()).sum() * self.smooth.sum()
 
 
 class _Sum:
@@ -107,11 +150,19 @@ class _Sum:
         if self.ids is not None:
             self.accumulate(x.index_select(1, self.ids).t(), scaled, self.frequent, first)
 
-    def finish(self):
-        if self.total is not self.dc:
+    def finish(self, smoothing):
+        if smoothing:
+            # A CPU widens 16 bits into a copy.
+            step = self.dc.shape[0] if self.dc.is_cuda else TILE_COLUMNS // 2
+            for total, dc, w in zip(*(t.split(step) for t in (self.total, self.dc, smoothing.weight)), strict=True):
+                smoothing.without(total, smoothing.tokens, dc, w)
+        elif self.total is not self.dc:
             self.dc.copy_(self.total)
         if self.ids is not None:
-            self.dc.index_copy_(0, self.ids, self.frequent.to(self.dc.dtype))
+            frequent = self.frequent
+            if smoothing:
+                frequent = smoothing.without(frequent, smoothing.tokens, frequent, smoothing.weight[self.ids])
+            self.dc.index_copy_(0, self.ids, frequent.to(self.dc.dtype))
 
 
 def _frequent(problem, k):

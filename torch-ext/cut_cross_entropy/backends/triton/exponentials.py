@@ -7,7 +7,7 @@ nll_i is the derivative by the loss of the row, s the sum over all classes, m th
 beforehand. The factor is known only after the whole row, and joins the rows of e and dE instead of the panel: the panel
 is written once and read by the two contractions. bf16 and fp32 have the exponents for it, fp16 has not.
 
-With a penalty on lse there is a `rest_i` that multiplies p besides: then
+With a penalty on lse or label smoothing there is a `rest_i` that multiplies p besides: then
 
     factor[i] = g_i / s,  g_i = nll_i + rest_i      panel[i, y] = s * (nll_i * expm1(-loss) + rest_i * exp(-loss)) / g_i
 
@@ -70,7 +70,7 @@ def exponentials(problem, count, counted, panel, loss):
     factors = torch.empty(n, dtype=torch.float32, device=device)
     out = fold(problem, rows, count if counted else every, False, False, False, panel, overflow, counted)
     out = replace(out, count=every)
-    upstream = loss.gradients(out.lse)
+    upstream = loss.gradients(problem, out.lse)
     dlogits(problem, problem.e, out, upstream, n, None, panel, needed=overflow)(0, problem.c.shape[0])
     (_, _, outer), flags = logit_arguments(problem)
     launch(

@@ -125,8 +125,8 @@ def block(problem, rows, count, i0, i1, buffer):
 
 @triton.jit(do_not_specialize=["D", "first"])
 def expand_kernel(
-    accumulator, rows, count, unit, factor, de, D, first, HAS_UNIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    accumulator, rows, count, unit, factor, less, vector, de, D, first,
+    HAS_UNIT: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     live = first + i < tl.load(count)
@@ -139,7 +139,10 @@ def expand_kernel(
     for i_d in range(0, D, BLOCK):
         o_d = i_d + tl.arange(0, BLOCK)
         b_a = tl.load(accumulator + i.to(tl.int64) * D + o_d, mask=(o_d < D) & live, other=0.0)
-        tl.store(de + row * D + o_d, (b_a * scale).to(de.dtype.element_ty), mask=(o_d < D) & live)
+        b_de = b_a * scale
+        if less is not None:
+            b_de -= tl.load(less + i) * tl.load(vector + o_d, mask=o_d < D, other=0.0)
+        tl.store(de + row * D + o_d, b_de.to(de.dtype.element_ty), mask=(o_d < D) & live)
 
 
 def expand(accumulator, rows, count, live, known, unit, de):
@@ -151,10 +154,13 @@ def expand(accumulator, rows, count, live, known, unit, de):
     expand_block(accumulator, rows, count, 0, None, de, unit)
 
 
-def expand_block(accumulator, rows, count, first, factors, de, unit=None):
-    """dE[rows[first + i]] = accumulator[i] * factors[i] / unit for the valid rows among them, rounded once."""
+def expand_block(accumulator, rows, count, first, factors, de, unit=None, less=None):
+    """dE[rows[first + i]] = accumulator[i] * factors[i] / unit - less[0][i] * less[1] for the valid rows among them,
+    rounded once.
+    """
     launch(
-        expand_kernel, accumulator.shape[0], de.device, accumulator, rows, count, unit, factors, de, de.shape[1], first,
+        expand_kernel, accumulator.shape[0], de.device,
+        accumulator, rows, count, unit, factors, *(less or (None, None)), de, de.shape[1], first,
         HAS_UNIT=unit is not None, HAS_FACTOR=factors is not None, BLOCK=1024,
     )  # fmt: skip
 
