@@ -71,7 +71,7 @@ PENALIZED = {
     "weights": {"weight": True, "token_weight": True},
     "num_items": {"num_items": 17, "token_weight": True},
     "softcap": {"softcap": 5.0, "temperature": 0.7, "logit_scale": -0.37, "weight": True},
-    "bias": {"bias": True, "vocab_size": V - 9, "shift": True},
+    "bias": {"bias": True, "vocab_size": V - 3, "shift": True},
 }
 
 
