@@ -43,7 +43,7 @@ TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 680e12, 40e12, 7e12, 132
 CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
 # dC summed over no more blocks than this is rounded to 16 bits after each, save the rows of the FREQUENT ids with most
 # targets; over more blocks all of it is kept in fp32.
-ROUNDED_BLOCKS = 4
+ROUNDED_BLOCKS = 16
 FREQUENT = 1024
 
 
@@ -175,6 +175,8 @@ def _panel_parts(s: _Sizes, width):
         backward["compacted e"] = s.itemsize * s.valid * s.d * (s.compacted and not s.need_de)
         backward["panel"] = s.itemsize * s.valid * width
         backward["fp32 dC panel"] = 4 * s.d * width * (s.half and s.need_dc)
+        # What the programs of `column_sum` have summed, 128 columns each, and their total.
+        backward["dbias panel"] = (4 * 128 * 4 * PROCESSORS + 8 * width) * s.need_dbias
     else:
         forward["tile"], widened = s.tile(s.valid)
         forward["fp32 operands"] = (4 + s.itemsize) * min(s.valid, TILE_ROWS) * s.d + widened
@@ -192,7 +194,7 @@ def _panel_parts(s: _Sizes, width):
 def _recompute(s: _Sizes, budget):
     """The plan of the widest panels within the budget, or of the narrowest."""
     width = panels = 0
-    time = _product(s, s.n, epilogue=90)
+    time = _product(s, s.n, epilogue=45)
     if s.backward:
         held = _bytes(_panel_parts(s, 0), "backward")
         per_column = max(_bytes(_panel_parts(s, 1), "backward") - held, 1)
@@ -239,7 +241,7 @@ def _single_pass(s: _Sizes, budget):
         if not s.gpu:
             return abs(block - CPU_BLOCK)
         blocks = math.ceil(s.n / block)
-        time = _product(s, s.n, epilogue=110) + _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc)
+        time = _product(s, s.n, epilogue=85) + _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc)
         summed = (blocks - 1) * s.v * s.d * s.need_dc * (4 if s.rounded(blocks) else 8)
         return time + blocks * BLOCK + summed / SUM_RATE
 

@@ -15,6 +15,7 @@
 | block        | e, targets, rows                 | a problem of its own: valid rows i0 to i1                  |
 | exponentials | e, c, bias, targets, weights     | the panel and one factor per row: dz = factor * panel      |
 | column_sum   | a matrix, weights of its rows    | their weighted sum in fp32                                 |
+| scale_rows   | rows of e, factors               | factor * row in the dtype of e                             |
 | expand_block | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |
 | scale        | gradients, upstream              | their product in place                                     |
 """

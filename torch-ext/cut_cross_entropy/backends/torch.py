@@ -317,6 +317,10 @@ def _exponential(problem, z, base):
     return s
 
 
+def scale_rows(rows, factors, out):
+    torch.mul(rows, factors.unsqueeze(1), out=out)
+
+
 def expand_block(accumulator, rows, count, first, factors, de, less=None):
     """dE[rows[first + i]] = accumulator[i] * factors[i] - less[0][i] * less[1], rounded once, in the accumulator."""
     index = rows[first : first + accumulator.shape[0]].long()

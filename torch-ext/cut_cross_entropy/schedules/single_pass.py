@@ -75,7 +75,7 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
         if smoothing:
             smoothing.add(block.e[: i1 - i0], i0, i1)
         if dc is not None:
-            torch.mul(block.e[: i1 - i0], factors[: i1 - i0].unsqueeze(1), out=scaled)
+            backend.scale_rows(block.e[: i1 - i0], factors[: i1 - i0], scaled)
             total.add(x, scaled, first=i0 == 0)
         if dbias is not None:
             column_sum = backend.column_sum(x[:, :v], factors[: i1 - i0])

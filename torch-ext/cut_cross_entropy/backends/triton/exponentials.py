@@ -7,6 +7,9 @@ nll_i is the derivative by the loss of the row, s the sum over all classes, m th
 beforehand. The factor is known only after the whole row, and joins the rows of e and dE instead of the panel: the panel
 is written once and read by the two contractions. bf16 and fp32 have the exponents for it, fp16 has not.
 
+The target's entry is as large as all others together. What rounding did to it is taken back by the factor, so that of
+this entry the product is exact; the others, a small part of the row's norm, are off by two roundings.
+
 With a penalty on lse or label smoothing there is a `rest_i` that multiplies p besides: then
 
     factor[i] = g_i / s,  g_i = nll_i + rest_i      panel[i, y] = s * (nll_i * expm1(-loss) + rest_i * exp(-loss)) / g_i
@@ -52,8 +55,11 @@ def factor_kernel(
         b_x *= 1.0 - (b_z / outer) * (b_z / outer)
     # After an overflow the panel holds the gradient itself.
     relative = tl.load(overflow) == 0
-    b_x = b_x.to(panel.dtype.element_ty)
-    tl.store(panel + o_n.to(tl.int64) * stride_panel + b_y, b_x, mask=valid & relative)
+    b_stored = b_x.to(panel.dtype.element_ty)
+    tl.store(panel + o_n.to(tl.int64) * stride_panel + b_y, b_stored, mask=valid & relative)
+    b_stored = b_stored.to(tl.float32)
+    zero = b_stored == 0.0
+    b_g *= tl.where(zero, 1.0, b_x) / tl.where(zero, 1.0, b_stored)
     b_g = tl.where(relative, b_g * factor / b_s, 1.0)
     tl.store(factors + o_n, tl.where(valid, b_g, 0.0), mask=o_n < N)
 

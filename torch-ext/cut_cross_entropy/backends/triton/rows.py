@@ -1,7 +1,7 @@
 """Which rows count, and moving them: select, compact, expand.
 
 select   reads targets (4 or 8 N bytes), writes the valid rows in order and their count; one program, in order.
-compact  reads and writes the valid rows of e (2 * itemsize * n * D bytes), and their targets.
+compact  reads and writes the valid rows of e (2 * itemsize * n * D bytes), and their targets; scaling them, the same.
 expand   reads an fp32 accumulator, writes dE: dE[rows[i]] = accumulator[i] * factor[i] / unit.
 """
 
@@ -79,6 +79,11 @@ class count_later:
         return int(self.count)
 
 
+def _block(d):
+    """Columns that a program of one row takes at a time."""
+    return min(4096, triton.next_power_of_2(d))
+
+
 @triton.jit(do_not_specialize=["D", "first", "ignore_index"])
 def compact_kernel(
     e, targets, rows, count, out, out_targets, D, first, ignore_index, stride_e, stride_out, BLOCK: tl.constexpr
@@ -101,7 +106,7 @@ def compact(e, rows, count, live, known, de):
     out = torch.empty((live, e.shape[1]), dtype=e.dtype, device=e.device) if de is None else de[:live]
     launch(
         compact_kernel, live, e.device, e, None, rows, count, out, None, e.shape[1], 0, 0,
-        e.stride(0), out.stride(0), BLOCK=1024,
+        e.stride(0), out.stride(0), BLOCK=_block(e.shape[1]),
     )  # fmt: skip
     return out
 
@@ -118,9 +123,25 @@ def block(problem, rows, count, i0, i1, buffer):
     targets = torch.empty(i1 - i0, dtype=torch.int64, device=e.device)  # any ignore_index fits
     launch(
         compact_kernel, i1 - i0, e.device, e, problem.targets, rows, count, out, targets, e.shape[1], i0,
-        problem.ignore_index, e.stride(0), out.stride(0), BLOCK=1024,
+        problem.ignore_index, e.stride(0), out.stride(0), BLOCK=_block(e.shape[1]),
     )  # fmt: skip
     return replace(problem, e=out, targets=targets)
+
+
+@triton.jit(do_not_specialize=["D"])
+def scale_rows_kernel(rows, factors, out, D, stride_rows, stride_out, BLOCK: tl.constexpr):
+    i = tl.program_id(0)
+    factor = tl.load(factors + i)
+    for i_d in range(0, D, BLOCK):
+        o_d = i_d + tl.arange(0, BLOCK)
+        b = tl.load(rows + i.to(tl.int64) * stride_rows + o_d, mask=o_d < D, other=0.0).to(tl.float32) * factor
+        tl.store(out + i.to(tl.int64) * stride_out + o_d, b.to(out.dtype.element_ty), mask=o_d < D)
+
+
+def scale_rows(rows, factors, out):
+    """out[i] = factors[i] * rows[i]; out may be rows."""
+    n, d = rows.shape
+    launch(scale_rows_kernel, n, rows.device, rows, factors, out, d, rows.stride(0), out.stride(0), BLOCK=_block(d))
 
 
 @triton.jit(do_not_specialize=["D", "first"])
@@ -161,7 +182,7 @@ def expand_block(accumulator, rows, count, first, factors, de, unit=None, less=N
     launch(
         expand_kernel, accumulator.shape[0], de.device,
         accumulator, rows, count, unit, factors, *(less or (None, None)), de, de.shape[1], first,
-        HAS_UNIT=unit is not None, HAS_FACTOR=factors is not None, BLOCK=1024,
+        HAS_UNIT=unit is not None, HAS_FACTOR=factors is not None, BLOCK=_block(de.shape[1]),
     )  # fmt: skip
 
 
