@@ -111,7 +111,8 @@ BARS += [
 ]
 BARS += [
     Bar("options", f"{name} by single_pass", ratio(f"single_pass/{name}", **{"single_pass/plain": 1}), 1.03)
-    for name in ("softcap", "weight", "token_weight", "temperature", "logit_scale")
+    for name in OPTION_COSTS
+    if name not in ("return_lse", "none", "entropy")
 ]
 BARS += [
     Bar(f"error/{shape}", f"relative error of {name}", value(name), at_most)

@@ -79,8 +79,18 @@ def run_case(cce, sizes, dtype, options, device=DEVICE) -> None:
         cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options)
 
 
+def zero_panels(cce) -> None:
+    """Panels that are written before they are: initcheck does not see what a tensor descriptor stores.
+
+    That no kernel reads what was never stored is for the tests with buffers full of NaN.
+    """
+    sys.modules[f"{cce.__name__}.backends.triton"].new_panel = lambda e, live, width: e.new_zeros(live, width)
+
+
 def run_options(share: str = "0/1") -> dict:
     cce = kernel.load()
+    if "SANITIZE_ZERO_PANELS" in os.environ:
+        zero_panels(cce)
     names = []
     first, step = map(int, share.split("/"))
     for name, sizes, dtype, options in list(cases())[first::step]:

@@ -200,7 +200,9 @@ FAULTS = {
         GRADIENT, [("if SOFTCAP > 0:", "if SOFTCAP > 0 and HAS_SMOOTH:")], many_options
     ),
     "temperature left out of the gradient": Fault(
-        DLOGITS, [("scalars.append(problem.scale / problem.temperature)", "scalars.append(problem.scale)")], many_options
+        DLOGITS,
+        [("scalars.append(problem.scale / problem.temperature)", "scalars.append(problem.scale)")],
+        many_options,
     ),
     "dE accumulated in 16 bits": Fault(
         CONTRACT,
