@@ -137,10 +137,8 @@ class Bench:
             return (stats.entropy - stats.logprob).sum()
 
         losses = {name: partial(loss, **options) for name, options in calls.items()} | {"entropy": entropy}
-        served = calls.keys() - {"return_lse", "none"}
-        losses |= {
-            f"single_pass/{name}": partial(loss, "single_pass", **calls[name]) for name in calls if name in served
-        }
+        served = [name for name in calls if name not in ("return_lse", "none")]
+        losses |= {f"single_pass/{name}": partial(loss, "single_pass", **calls[name]) for name in served}
         leaves = (s.e, s.c, calls["bias"]["bias"])
         steps = {name: training_step(call, leaves) for name, call in losses.items()}
         row = self.describe(shape, **budget)

@@ -103,7 +103,7 @@ def run(record: Callable[[str, dict], None], tools: Sequence[str] = TOOLS, extra
         started = {}
         for name, (tool, mode) in runs.items():
             chosen = [*flags(sanitizer, tool), *extra]
-            env = {"SANITIZE_ZERO_PANELS": "1"} if tool == "initcheck" else {}
+            env = {"SANITIZE_SHOW_WRITES": "1"} if tool == "initcheck" else {}
             started[name] = start([sanitizer, *chosen, *python, mode], Path(scratch) / f"{name}.json", **env), chosen
         good = True
         for name in sorted(started, key=lambda name: name != "planted"):
