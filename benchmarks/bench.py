@@ -182,7 +182,7 @@ class Bench:
         return None
 
     def error(self) -> None:
-        """Against float64 over every row and every class; materialized bf16 beside it."""
+        """Both schedules in the shape's budget against float64 over every class; materialized bf16 beside them."""
         for name in ("llama3-8b", "gemma2-2b"):
             shape = self.sized(SHAPES[name])
             s = self.inputs(shape)
@@ -191,9 +191,10 @@ class Bench:
             row = self.describe(shape, workspace=shape.workspace)
             row["mean_loss"] = exact.reduced.item()
             losses = {
-                "values": lambda: self.cce.linear_cross_entropy(*inputs, workspace=shape.workspace),  # noqa: B023
-                "materialized_bf16": lambda: materialized(*inputs, fp32=False),  # noqa: B023
+                schedule: partial(self.cce.linear_cross_entropy, *inputs, schedule=schedule, workspace=shape.workspace)
+                for schedule in ("recompute", "single_pass")
             }
+            losses["materialized_bf16"] = partial(materialized, *inputs, fp32=False)
             for key, function in losses.items():
                 loss = function()
                 de, dc = torch.autograd.grad(loss, (s.e, s.c))
@@ -234,7 +235,8 @@ GROUPS = (*SHAPES, "ignored", "options", "host", "error", "sweep")
 def summary(name: str, row: dict) -> str:
     times = {k: f"{median(x):.4g}" for k, x in (row.get("samples_ms") or row.get("samples_us") or {}).items()}
     memory = {k: f"{workspace_of(row, k) / MIB:.1f}" for k in row.get("bytes", {})}
-    return f"{name}: {times} MiB {memory} {row.get('values', '')} {row.get('floor_tflops', '')} {row.get('failed', '')}"
+    rest = [row[key] for key in ("recompute", "single_pass", "floor_tflops", "failed") if row.get(key)]
+    return " ".join(map(str, [f"{name}: {times} MiB {memory}", *rest]))
 
 
 def run(cce, groups, record: Record, **options) -> dict[str, str]:

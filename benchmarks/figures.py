@@ -24,6 +24,7 @@ from benchmarks.evidence import RESULTS  # noqa: E402
 README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "figures" / "sweep.png"
 GIB = 1 << 30
+ERRORS = ("recompute", "single_pass", "materialized_bf16")
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
@@ -66,10 +67,12 @@ def sweep(part: dict) -> str:
 def accuracy(part: dict) -> str:
     rows = {name.removeprefix("error/"): row for name, row in part["rows"].items() if name.startswith("error/")}
     lines = [
-        [name, *(f"{row[of][what]:.1e}" for of in ("values", "materialized_bf16") for what in ("loss", "de", "dc"))]
+        [name, *(f"{row[of][what]:.1e}" for of in ERRORS for what in ("loss", "de", "dc"))]
         for name, row in rows.items()
     ]
-    return table(["shape", "loss", "dE", "dC", "materialized bf16: loss", "dE", "dC"], lines)
+    return table(
+        ["shape", *(f"{of.replace('_', ' ')}: {what}" for of in ERRORS for what in ("loss", "dE", "dC"))], lines
+    )
 
 
 def rest(part: dict) -> str:

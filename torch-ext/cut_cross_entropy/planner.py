@@ -41,9 +41,10 @@ BLOCK_STEP = 128
 # of that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens.
 TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 680e12, 40e12, 7e12, 132
 CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
-# dC summed over no more blocks than this is rounded to 16 bits after each, save the rows of the FREQUENT ids with most
-# targets; over more blocks all of it is kept in fp32.
-ROUNDED_BLOCKS = 16
+# dC summed over a few blocks of tokens is rounded to 16 bits after each, save the rows of the FREQUENT ids with most
+# targets; over more blocks all of it is kept in fp32. How many are few grows with the tokens: the more there are, the
+# more of the gradient lies in those rows.
+FEW_BLOCKS, TOKENS_OF_FEW, MOST_FEW = 6, 3072, 16
 FREQUENT = 1024
 
 
@@ -140,7 +141,8 @@ class _Sizes:
 
     def rounded(self, blocks):
         """Whether dC is summed over so many blocks in 16 bits."""
-        return self.gpu and self.itemsize < 4 and 1 < blocks <= ROUNDED_BLOCKS and self.v > FREQUENT
+        few = min(max(FEW_BLOCKS, self.n // TOKENS_OF_FEW), MOST_FEW)
+        return self.gpu and self.itemsize < 4 and 1 < blocks <= few and self.v > FREQUENT
 
     def splits(self, n):
         # Of a device of 132 multiprocessors, a twentieth of a percent of the logits.

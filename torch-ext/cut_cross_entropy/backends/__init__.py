@@ -17,6 +17,7 @@
 | column_sum   | a matrix, weights of its rows    | their weighted sum in fp32                                 |
 | scale_rows   | rows of e, factors               | factor * row in the dtype of e                             |
 | expand_block | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |
+| subtract_outer | a sum for dC, two vectors      | their outer product subtracted, in the dtype of dC         |
 | scale        | gradients, upstream              | their product in place                                     |
 """
 

@@ -330,6 +330,12 @@ def expand_block(accumulator, rows, count, first, factors, de, less=None):
     de.index_copy_(0, index, accumulator.to(de.dtype))
 
 
+def subtract_outer(total, rows, columns, out):
+    """out = total - rows[:, None] * columns, in fp32 and rounded once. 16 bits widen into a copy of few rows."""
+    for i0, i1 in _steps(0, total.shape[0], COLUMNS // 2):
+        torch.addcmul(total[i0:i1], rows[i0:i1].unsqueeze(1), columns, value=-1.0, out=out[i0:i1])
+
+
 def scale(upstream, *gradients):
     """Multiply the gradients by a 0-d upstream gradient, in place. A gradient of 0, as of an ignored row, stays 0."""
     factor = float(upstream)

@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from ..planner import FREQUENT, TILE_COLUMNS
+from ..planner import FREQUENT
 from ..problem import ScalarLoss
 from . import recompute
 
@@ -91,7 +91,9 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
     if live and dc is not None:
         total.finish(smoothing)
     if bias_total is not None:
-        dbias.copy_(smoothing.without(bias_total, smoothing.smooth.sum()) if smoothing else bias_total)
+        if smoothing:
+            bias_total -= smoothing.weight * smoothing.smooth.sum()
+        dbias.copy_(bias_total)
     value = loss.value(nll, lse)
     return value + smoothing.value(problem, lse) if smoothing and live else value
 
@@ -104,8 +106,10 @@ class _Smoothing:
 
     def __init__(self, backend, problem, smooth):
         self.column_sum, self.smooth, self.factor = backend.column_sum, smooth, problem.scale / problem.temperature
-        one = smooth.new_ones(1).expand(problem.c.shape[0])
-        self.weight = one if problem.weight is None else problem.weight.float()
+        self.weight = problem.weight
+        if self.weight is None:
+            self.weight = smooth.new_ones(problem.c.shape[0])
+        self.weight = self.weight.float() * self.factor
         self.classes = backend.column_sum(problem.c, problem.weight).mul_(self.factor)
         self.tokens = torch.zeros_like(self.classes)
 
@@ -115,17 +119,11 @@ class _Smoothing:
     def of_rows(self, i0, i1):
         return self.smooth[i0:i1], self.classes
 
-    def without(self, total, tokens, out=None, weight=None):
-        """total - w_v * tokens * scale / temperature, in fp32 and rounded once to the dtype of `out`."""
-        weight = self.weight if weight is None else weight
-        weight = weight if total.dim() == 1 else weight.unsqueeze(1)
-        return torch.addcmul(total, weight, tokens, value=-self.factor, out=out)
-
     def value(self, problem, lse):
         value = problem.total_weight * (self.smooth * lse).sum() - (self.tokens * self.classes).sum()
         if problem.bias is None:
             return value
-        return value - self.factor * (self.weight * problem.bias.float()).sum() * self.smooth.sum()
+        return value - (self.weight * problem.bias.float()).sum() * self.smooth.sum()
 
 
 class _Sum:
@@ -136,7 +134,7 @@ class _Sum:
     """
 
     def __init__(self, backend, plan, problem, dc):
-        self.accumulate, self.dc, self.ids = backend.accumulate, dc, None
+        self.backend, self.dc, self.ids = backend, dc, None
         self.total, self.frequent = dc, None
         (v, d), new = dc.shape, functools.partial(torch.empty, dtype=torch.float32, device=dc.device)
         if "forward:fp32 dC" in plan.parts:
@@ -146,23 +144,19 @@ class _Sum:
 
     def add(self, x, scaled, first):
         for a, b in recompute.aligned_pieces(0, self.dc.shape[0]):
-            self.accumulate(x[:, a:b].t(), scaled, self.total[a:b], first)
+            self.backend.accumulate(x[:, a:b].t(), scaled, self.total[a:b], first)
         if self.ids is not None:
-            self.accumulate(x.index_select(1, self.ids).t(), scaled, self.frequent, first)
+            self.backend.accumulate(x.index_select(1, self.ids).t(), scaled, self.frequent, first)
 
     def finish(self, smoothing):
         if smoothing:
-            # A CPU widens 16 bits into a copy.
-            step = self.dc.shape[0] if self.dc.is_cuda else TILE_COLUMNS // 2
-            for total, dc, w in zip(*(t.split(step) for t in (self.total, self.dc, smoothing.weight)), strict=True):
-                smoothing.without(total, smoothing.tokens, dc, w)
+            self.backend.subtract_outer(self.total, smoothing.weight, smoothing.tokens, self.dc)
         elif self.total is not self.dc:
             self.dc.copy_(self.total)
         if self.ids is not None:
-            frequent = self.frequent
             if smoothing:
-                frequent = smoothing.without(frequent, smoothing.tokens, frequent, smoothing.weight[self.ids])
-            self.dc.index_copy_(0, self.ids, frequent.to(self.dc.dtype))
+                self.backend.subtract_outer(self.frequent, smoothing.weight[self.ids], smoothing.tokens, self.frequent)
+            self.dc.index_copy_(0, self.ids, self.frequent.to(self.dc.dtype))
 
 
 def _frequent(problem, k):

@@ -6,12 +6,24 @@ from .dlogits import dlogits, new_panel, panel_unit
 from .exponentials import exponentials
 from .fold import fold
 from .launch import launches
-from .rows import block, compact, count_later, count_on_host, expand, expand_block, new_rows, scale, scale_rows, select
+from .rows import (
+    block,
+    compact,
+    count_later,
+    count_on_host,
+    expand,
+    expand_block,
+    new_rows,
+    scale,
+    scale_rows,
+    select,
+    subtract_outer,
+)
 
 NAME = "triton"
 
 __all__ = [
     "NAME", "accumulate", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host", "dlogits",
     "expand", "expand_block", "exponentials", "fold", "launches", "new_panel", "new_rows", "panel_unit", "scale",
-    "scale_rows", "select",
+    "scale_rows", "select", "subtract_outer",
 ]  # fmt: skip

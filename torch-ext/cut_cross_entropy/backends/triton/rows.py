@@ -186,6 +186,23 @@ def expand_block(accumulator, rows, count, first, factors, de, unit=None, less=N
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["D"])
+def subtract_outer_kernel(total, rows, columns, out, D, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    less = tl.load(rows + i)
+    for i_d in range(0, D, BLOCK):
+        o_d = i_d + tl.arange(0, BLOCK)
+        b = tl.load(total + i * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+        b -= less * tl.load(columns + o_d, mask=o_d < D, other=0.0)
+        tl.store(out + i * D + o_d, b.to(out.dtype.element_ty), mask=o_d < D)
+
+
+def subtract_outer(total, rows, columns, out):
+    """out = total - rows[:, None] * columns, in fp32 and rounded once; out may be total."""
+    n, d = total.shape
+    launch(subtract_outer_kernel, n, total.device, total, rows, columns, out, d, BLOCK=_block(d))
+
+
 @triton.jit
 def scale_kernel(upstream, gradient, SIZE, BLOCK: tl.constexpr):
     factor = tl.load(upstream)

@@ -8,6 +8,8 @@ The operands pass through a ring of STAGES buffers, of which `step` counts the u
 `empty` by both groups when their products have read a buffer.
 """
 
+import functools
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,9 +35,14 @@ COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, QUARTER_LAYOUT.value))
 WORKER_WARPS, WORKER_REGISTERS = gl.constexpr([4, 1]), gl.constexpr([240, 24])
 
 
+@functools.cache
+def _shared_layout(rows, columns, dtype):
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+
+
 def _descriptor(t, rows, columns):
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[t.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    layout = _shared_layout(rows, columns, t.dtype)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns], layout)
 
 
