@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import compare_figures as figures
 from benchmarks import states, truth
-from benchmarks.compare import GROUPS, RESULTS, Compare, message
+from benchmarks.compare import GROUPS, RESULTS, Compare, Record, message
 from benchmarks.evidence import Evidence
 from benchmarks.peers import PEERS, Peer, TokenBlocks
 
@@ -109,3 +109,12 @@ def test_texts_show_what_was_recorded():
     parts = json.loads(RESULTS.read_text())["parts"]
     for path in figures.TEXTS:
         assert figures.fill(path.read_text(), parts, figures.TABLES, "compared") == path.read_text(), path.name
+
+
+def test_peers_outlive_a_change_of_the_sources(record, tmp_path):
+    path = tmp_path / "compare.json"
+    path.write_text(json.dumps({"torch_ext_sha256": "before", "parts": record}))
+    assert Record(path, "before").data["parts"] == record
+    for name, part in Record(path, "after").data["parts"].items():
+        assert set(part["entries"]) == set(record[name]["entries"]) & set(PEERS)
+        assert part["entries"].items() <= record[name]["entries"].items()
