@@ -1,0 +1,40 @@
+"""Compute capability 9.0: kernels of specialised warps, and the plain ones that run in their place elsewhere."""
+
+import pytest
+import torch
+
+from benchmarks.states import make
+
+from .contract import DEVICE, DTYPES, hold, size
+
+SINGLE = {"schedule": "single_pass"}
+OPTIONS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 30.0},
+    "large-softcap": {"softcap": 60.0, "bias": True},
+    "lse": {"return_lse": True},
+    "ignored": {"ignored": 0.5},
+    "single_pass": SINGLE | {"bias": True},
+    "single_pass-softcap": SINGLE | {"softcap": 30.0},
+    "single_pass-ignored": SINGLE | {"ignored": 0.5},
+}
+CALLS = [(name, "bf16") for name in OPTIONS] + [(name, "fp16") for name in OPTIONS if "single" not in name]
+
+
+@pytest.mark.parametrize("specialised", [True, False], ids=["specialised", "plain"])
+@pytest.mark.parametrize("name, dtype", CALLS)
+def test_either_kind_holds_the_contract(cce, monkeypatch, name, dtype, specialised):
+    options, expected, launches = dict(OPTIONS[name]), set(), {}
+    if DEVICE == "cuda":
+        configs, launches = cce.backends.triton_backend.configs, cce.backends.triton_backend.launches
+        monkeypatch.setattr(configs, "SMALL", 0)  # an offset known beforehand, as in a large call
+        if not specialised:
+            monkeypatch.setattr(configs, "specialised", lambda *operands: False)
+        elif configs.GLUON and torch.cuda.get_device_capability() == (9, 0):
+            expected = {"hopper_fold_kernel", "hopper_dlogits_kernel"}
+    before = dict(launches)
+    s = make(*size((700, 5003, 328), (40, 331, 64)), DTYPES[dtype], DEVICE, ignored=options.pop("ignored", 0.01))
+    hold(cce, s.e, s.c, s.targets, s.bias if options.pop("bias", False) else None, **options)
+    launched = {kernel for kernel in launches if launches[kernel] > before.get(kernel, 0)}
+    assert {kernel for kernel in launched if kernel.startswith("hopper")} == expected
