@@ -1,24 +1,24 @@
 """Two providers of the same primitives: Triton kernels for CUDA and ROCm, plain torch operations for the rest.
 
-| primitive    | reads                            | writes                                                     |
-|--------------|----------------------------------|------------------------------------------------------------|
-| select       | targets                          | the valid rows in order and their count; checks the range  |
-| fold         | e, c, bias, targets              | per row: loss, offset and sum of exponentials, options     |
-| compact      | e, rows                          | the valid rows, contiguous                                 |
-| dlogits      | e, c[panel], row state, upstream | the panel of gradients with respect to the logits          |
-| contract_c   | panel, e                         | dC[panel], dbias[panel], one plain write each              |
-| accumulate   | two matrices                     | their product, added to a sum over panels or blocks        |
-| expand       | accumulator, rows                | dE in its own dtype, 0 at ignored rows                     |
+| primitive      | reads                            | writes                                                     |
+|----------------|----------------------------------|------------------------------------------------------------|
+| select         | targets                          | the valid rows in order and their count; checks the range  |
+| fold           | e, c, bias, targets              | per row: loss, offset and sum of exponentials, options     |
+| compact        | e, rows                          | the valid rows, contiguous                                 |
+| dlogits        | e, c[panel], row state, upstream | the panel of gradients with respect to the logits          |
+| contract_c     | panel, e                         | dC[panel], dbias[panel], one plain write each              |
+| accumulate     | two matrices                     | their product, added to a sum over panels or blocks        |
+| expand         | accumulator, rows                | dE in its own dtype, 0 at ignored rows                     |
 
 `single_pass` besides:
 
-| block        | e, targets, rows                 | a problem of its own: valid rows i0 to i1                  |
-| exponentials | e, c, bias, targets, weights     | the panel and one factor per row: dz = factor * panel      |
-| column_sum   | a matrix, weights of its rows    | their weighted sum in fp32                                 |
-| scale_rows   | rows of e, factors               | factor * row in the dtype of e                             |
-| expand_block | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |
-| subtract_outer | a sum for dC, two vectors      | their outer product subtracted, in the dtype of dC         |
-| scale        | gradients, upstream              | their product in place                                     |
+| block          | e, targets, rows                 | a problem of its own: valid rows i0 to i1                  |
+| exponentials   | e, c, bias, targets, weights     | the panel and one factor per row: dz = factor * panel      |
+| column_sum     | a matrix, weights of its rows    | their weighted sum in fp32                                 |
+| scale_rows     | rows of e, factors               | factor * row in the dtype of e                             |
+| expand_block   | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |
+| subtract_outer | a sum for dC, two vectors        | their outer product subtracted, in the dtype of dC         |
+| scale          | gradients, upstream              | their product in place                                     |
 """
 
 import os
