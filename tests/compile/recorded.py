@@ -7,6 +7,7 @@ arguments; `compile_for` hands one noted launch to the compiler for a target and
 import contextlib
 import importlib
 import io
+import itertools
 import re
 import sys
 from typing import NamedTuple
@@ -38,6 +39,7 @@ class Resources(NamedTuple):
     shared: int  # bytes of shared memory per block
     spilled: int  # bytes of registers per thread that went to local memory
     serialized: bool = False  # the assembler had to wait for every matrix product (wgmma)
+    early: bool = False  # one thread of a group gives a buffer back before all of them have waited for their product
 
 
 class Recorder:
@@ -131,6 +133,12 @@ def source_of(kernel, args, constants):
     return source(kernel, signature, constexprs, attributes), options
 
 
+def given_back_early(ptx):
+    """The barrier before an arrival is the compiler's to insert: whether some arrival follows a wait without one."""
+    order = re.findall(r"wgmma\.wait_group|\bbar\.sync|mbarrier\.arrive(?!\.expect)", ptx)
+    return any(pair == ("wgmma.wait_group", "mbarrier.arrive") for pair in itertools.pairwise(order))
+
+
 def compile_for(launch, arch):
     """Resources of one launch compiled for an architecture: 90 is sm_90, "gfx942" is AMD's."""
     backend = "hip" if isinstance(arch, str) else "cuda"
@@ -144,7 +152,8 @@ def compile_for(launch, arch):
         compiled = triton.compile(source, target=target, options=options)
     if backend == "cuda":
         stored, loaded = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue()).groups()
-        return Resources(compiled.metadata.shared, max(int(stored), int(loaded)), "serialized" in log.getvalue())
+        spilled, serialized = max(int(stored), int(loaded)), "serialized" in log.getvalue()
+        return Resources(compiled.metadata.shared, spilled, serialized, given_back_early(compiled.asm["ptx"]))
     # A spilled vector register is 4 bytes of each lane.
     spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"]).group(1)
     return Resources(compiled.metadata.shared, 4 * int(spilled))

@@ -177,6 +177,7 @@ def check(launch, arch):
     found, limit = compile_for(launch, arch), LIMITS[arch][1]
     assert found.shared <= limit, f"{found.shared} bytes of shared memory, {limit} available"
     assert found.spilled <= SPILL, f"{found.spilled} bytes of registers spilled, {SPILL} allowed"
+    assert not found.early, "a buffer is given back before the whole group has waited for its product"
     assert not found.serialized, "the first use of an accumulator lies inside a branch: matrix products wait in turn"
 
 
