@@ -2,3 +2,4 @@
 
 from common.extremes import *  # noqa: F403
 from common.single_pass import *  # noqa: F403
+from common.single_pass_options import *  # noqa: F403

@@ -2,6 +2,7 @@
 
 from common.extremes import *  # noqa: F403
 from common.single_pass import *  # noqa: F403
+from common.single_pass_options import *  # noqa: F403
 
 del test_activation_checkpointing, test_grad_scaler  # noqa: F821
 del test_no_tokens, test_without_gradients_it_is_the_fold  # noqa: F821

@@ -280,9 +280,7 @@ class _Flat:
     def single_pass(self, weights, square, smooth, mean, schedule, workspace):
         tensors = (*self.tensors, None if smooth is None else self.weight, weights, square, smooth)
         run = ops.single_pass_of(*tensors)
-        found = run(
-            *tensors, mean, *self.options, self.needs, workspace, schedule
-        )  # fmt: skip
+        found = run(*tensors, mean, *self.options, self.needs, workspace, schedule)
         return found[0] if isinstance(found, tuple) else found
 
 

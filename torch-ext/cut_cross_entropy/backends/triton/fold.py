@@ -30,7 +30,7 @@ from ...problem import Fold
 from . import configs, hopper
 from .launch import launch
 from .logits import above, grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
-from .merge import base_of, counted_splits, is_dense, merge_kernel, overflows, split_of
+from .merge import base_of, counted, is_dense, merge_kernel, overflows, split_of
 from .offsets import offsets
 
 
@@ -168,8 +168,7 @@ def fold_kernel(
         return
     live, blocks = tl.minimum(tl.load(count), N), tl.cdiv(N, BM)
     if COUNTED:
-        splits = counted_splits(live, blocks, splits, most, BM)
-        blocks = tl.cdiv(live, BM)
+        blocks, splits = counted(count, N, splits, most, BM)
         if tl.program_id(0) >= blocks * splits:
             return
     i_m, i_s = grouped(tl.program_id(0), blocks, splits, GROUP)

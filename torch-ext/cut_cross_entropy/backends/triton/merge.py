@@ -29,9 +29,10 @@ def is_dense(count, N, DENSE: tl.constexpr):
 
 
 @triton.jit
-def counted_splits(live, blocks, splits, most, BM: tl.constexpr):
-    """As many splits of fewer live rows as the programs launched for blocks * splits can take, up to `most`."""
-    return tl.minimum(most, tl.maximum(splits, blocks * splits // tl.maximum(tl.cdiv(live, BM), 1)))
+def counted(count, N, splits, most, BM: tl.constexpr):
+    """Row blocks of the first `count` rows, and as many splits as the programs for all N can take, up to `most`."""
+    blocks = tl.cdiv(tl.minimum(tl.load(count), N), BM)
+    return blocks, tl.minimum(most, tl.maximum(splits, tl.cdiv(N, BM) * splits // tl.maximum(blocks, 1)))
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def merge_kernel(
     b_argmax = tl.zeros([BLOCK], dtype=tl.int32)
     o_part = o_n.to(tl.int64)
     if COUNTED:
-        splits = counted_splits(tl.minimum(tl.load(count), N), tl.cdiv(N, BM), splits, splits_listed, BM)
+        _, splits = counted(count, N, splits, splits_listed, BM)
     elif not is_dense(count, N, DENSE):
         splits = splits_listed
     for _ in range(0, splits):

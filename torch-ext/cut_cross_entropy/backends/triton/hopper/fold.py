@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..logits import above, grouped, transform
-from ..merge import counted_splits, is_dense, overflows, split_of
+from ..merge import counted, is_dense, overflows, split_of
 from .pipeline import (
     BM,
     BN,
@@ -85,9 +85,7 @@ def hopper_fold_kernel(
         return
     blocks = gl.cdiv(N, BM)
     if COUNTED:
-        live = gl.minimum(gl.load(count), N)
-        splits = counted_splits(live, blocks, splits, most, BM)
-        blocks = gl.cdiv(live, BM)
+        blocks, splits = counted(count, N, splits, most, BM)
         if gl.program_id(0) >= blocks * splits:
             return
     i_m, i_s = grouped(gl.program_id(0), blocks, splits, GROUP)
