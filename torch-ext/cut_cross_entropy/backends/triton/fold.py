@@ -277,7 +277,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
 
     def run_specialised():
         launch(
-            hopper.fold_kernel, row_blocks * splits[0], device, *hopper.operands(e, c, panel),
+            hopper.fold_kernel, min(row_blocks * splits[0], processors), device, *hopper.operands(e, c, panel),
             *hopper.present(m, bias, problem.targets, count, m, nll, part_m, part_s, overflow),
             n, v, d, splits[0], most, *scalars,
             GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,

@@ -24,53 +24,61 @@ from .pipeline import (
 
 
 @gluon.jit
-def load_tiles(ring, e, c, i_m, first, last, D):
+def load_tiles(ring, e, c, place, GROUP: gl.constexpr):
+    blocks, splits, N, V, D = place
     step = 0
-    for i_t in range(first, last):
-        step = load(ring, e, c, i_m, i_t * BN, D, step)
+    for i in range(gl.program_id(0), blocks * splits, gl.num_programs(0)):
+        i_m, i_s = grouped(i, blocks, splits, GROUP)
+        first, last = split_of(i_s, splits, V, BN)
+        for i_t in range(first, last):
+            step = load(ring, e, c, i_m * BM, i_t * BN, D, step)
 
 
 @gluon.jit
 def fold_half(
-    HALF: gl.constexpr, ring, buffers, inputs, results, place,
+    HALF: gl.constexpr, ring, buffers, inputs, results, place, GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """s = sum_{v != y} 2^(z_v - k) and z_y for one half of the rows. With STORE the terms go to the panel."""
     bias, targets, offset, inner, outer = inputs
     target_logit, part_m, part_s, panel, overflow = results
-    i_m, i_s, first, last, N, V, D = place
-    i_m += HALF * ROWS
-    o_m = i_m + gl.arange(0, ROWS, ROW_LAYOUT)
-    m_m = o_m < N
-    k = gl.load(offset + o_m, mask=m_m, other=float("inf"))
-    y = gl.load(targets + o_m, mask=m_m, other=-1).to(gl.int32)
-    s = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
-    py = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+    blocks, splits, N, V, D = place
     step = 0
-    for i_t in range(first, last):
-        i_v = i_t * BN
-        masked = (i_v + BN > V).to(gl.int32) + gl.max(((y >= i_v) & (y < i_v + BN)).to(gl.int32))
-        dots, step = multiply(ring, D, step, HALF)
-        for q in gl.static_range(4):
-            o_v = i_v + q * QUARTER + gl.arange(0, QUARTER, COLUMN_LAYOUT)
-            x, unit = transform(dots[q], bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
-            p = gl.exp2(above(x, unit, k))
-            if STORE:
-                stored = p
-                if SOFTCAP > 0:
-                    stored = p * (1.0 - x * x)
-                store(panel, i_m, i_v + q * QUARTER, buffers.index(q % 2), stored)
-            if masked > 0:
-                hit = o_v[None, :] == y[:, None]
-                py += gl.sum(gl.where(hit, p, 0.0), 1)
-                p = gl.where(hit | (o_v >= V)[None, :], 0.0, p)
-            s += gl.sum(p, 1)
-    o_part = i_s.to(gl.int64) * N + o_m
-    gl.store(part_m + o_part, k, mask=m_m)
-    gl.store(part_s + o_part, s, mask=m_m)
-    gl.store(target_logit + o_m, k + gl.log2(py), mask=m_m & (y >= first * BN) & (y < last * BN))
+    for i in range(gl.program_id(0), blocks * splits, gl.num_programs(0)):
+        i_m, i_s = grouped(i, blocks, splits, GROUP)
+        first, last = split_of(i_s, splits, V, BN)
+        i_m = i_m * BM + HALF * ROWS
+        o_m = i_m + gl.arange(0, ROWS, ROW_LAYOUT)
+        m_m = o_m < N
+        k = gl.load(offset + o_m, mask=m_m, other=float("inf"))
+        y = gl.load(targets + o_m, mask=m_m, other=-1).to(gl.int32)
+        s = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+        py = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+        for i_t in range(first, last):
+            i_v = i_t * BN
+            masked = (i_v + BN > V).to(gl.int32) + gl.max(((y >= i_v) & (y < i_v + BN)).to(gl.int32))
+            dots, step = multiply(ring, D, step, HALF)
+            for q in gl.static_range(4):
+                o_v = i_v + q * QUARTER + gl.arange(0, QUARTER, COLUMN_LAYOUT)
+                x, unit = transform(dots[q], bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
+                p = gl.exp2(above(x, unit, k))
+                if STORE:
+                    stored = p
+                    if SOFTCAP > 0:
+                        stored = p * (1.0 - x * x)
+                    store(panel, i_m, i_v + q * QUARTER, buffers.index(q % 2), stored)
+                if masked > 0:
+                    hit = o_v[None, :] == y[:, None]
+                    py += gl.sum(gl.where(hit, p, 0.0), 1)
+                    p = gl.where(hit | (o_v >= V)[None, :], 0.0, p)
+                s += gl.sum(p, 1)
+        o_part = i_s.to(gl.int64) * N + o_m
+        gl.store(part_m + o_part, k, mask=m_m)
+        gl.store(part_s + o_part, s, mask=m_m)
+        gl.store(target_logit + o_m, k + gl.log2(py), mask=m_m & (y >= first * BN) & (y < last * BN))
+        if STORE:
+            gl.store(overflow + 0 * o_m, 1, mask=m_m & overflows(k, s))
     if STORE:
-        gl.store(overflow + 0 * o_m, 1, mask=m_m & overflows(k, s))
         tma.store_wait(0)
 
 
@@ -81,16 +89,12 @@ def hopper_fold_kernel(
     GROUP: gl.constexpr, DENSE: gl.constexpr, COUNTED: gl.constexpr,
     HAS_BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
+    """One program per multiprocessor walks over pairs of a row block and a split."""
     if not is_dense(count, N, DENSE):
         return
     blocks = gl.cdiv(N, BM)
     if COUNTED:
         blocks, splits = counted(count, N, splits, most, BM)
-        if gl.program_id(0) >= blocks * splits:
-            return
-    i_m, i_s = grouped(gl.program_id(0), blocks, splits, GROUP)
-    i_m = i_m * BM
-    first, last = split_of(i_s, splits, V, BN)
     ring = new_ring(e, c)
     if STORE:
         upper = new_buffers(panel)
@@ -101,12 +105,12 @@ def hopper_fold_kernel(
         panel = e
     inputs = (bias, targets, offset, inner, outer)
     results = (target_logit, part_m, part_s, panel, overflow)
-    place = (i_m, i_s, first, last, N, V, D)
+    place = (blocks, splits, N, V, D)
     gl.warp_specialize(
         [
-            (fold_half, (0, ring, upper, inputs, results, place, HAS_BIAS, SOFTCAP, STORE)),
-            (fold_half, (1, ring, lower, inputs, results, place, HAS_BIAS, SOFTCAP, STORE)),
-            (load_tiles, (ring, e, c, i_m, first, last, D)),
+            (fold_half, (0, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+            (fold_half, (1, ring, lower, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+            (load_tiles, (ring, e, c, place, GROUP)),
         ],
         WORKER_WARPS,
         WORKER_REGISTERS,
