@@ -65,6 +65,7 @@ KERNELS = {
     "dlogits-single": {},
     "hopper_fold": {"STORE": False},
     "hopper_fold-store": {"STORE": True},
+    "hopper_online": {},
     "hopper_dlogits": {},
 }
 SINGLE = ("fold-store", "dlogits-single", "hopper_fold-store")
@@ -100,7 +101,10 @@ def every_case():
             case = Case(arch, kernel, options, dtype, d)
             if case.specialised and (arch != 90 or dtype == torch.float32 or d == 127):
                 continue
-            if plain or kernel in ("fold", "fold-listed", "dlogits", "hopper_dlogits"):
+            online = options.stats or options.smooth and (options.softcap or options.large)
+            if kernel == "hopper_online" and not online:
+                continue
+            if plain or kernel in ("fold", "fold-listed", "dlogits", "hopper_dlogits", "hopper_online"):
                 if kernel not in SINGLE or dtype != torch.float16:
                     yield case
 
@@ -112,6 +116,8 @@ def cases():
             yield Case(90, kernel, options)
     for options in (SMOOTH_LARGE, STATS_LARGE, BIAS_SOFTCAP, LARGE, STATS, PLAIN):
         yield Case(90, "hopper_dlogits", options)
+    for options in (SMOOTH_LARGE, STATS_LARGE, SMOOTH_SOFTCAP, STATS):
+        yield Case(90, "hopper_online", options)
     for options in (BIAS_SOFTCAP, LARGE, PLAIN):
         yield Case(90, "hopper_fold", options)
         yield Case(90, "hopper_fold-store", options)
@@ -216,6 +222,7 @@ def test_constants_come_in_the_order_of_the_signature(recorder):
     """A compiled kernel is run again with its constants by position."""
     cases = [Case(90, "fold", options) for options in (PLAIN, SMOOTH_SOFTCAP, STATS_SOFTCAP)]
     kernels = ("fold-store", "hopper_fold", "hopper_fold-store")
+    cases += [Case(90, "hopper_online", options) for options in (SMOOTH_LARGE, STATS)]
     for case in (*cases, *[Case(90, kernel, BIAS_SOFTCAP) for kernel in kernels]):
         for launch in itertools.chain(*step(recorder, case, live=100).values()):
             names = [name for name in launch.constants if not name.startswith("num_")]

@@ -137,25 +137,24 @@ def swept_smoothed(cce):
 
 
 class Fault(NamedTuple):
-    file: str
-    edits: list[tuple[str, str]]  # exact text, each found once, and what takes its place
+    files: str | tuple[str, ...]
+    edits: list[tuple[str, str]]  # exact text, each found once in all the files, and what takes its place
     found_by: Callable
 
 
-FOLD, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, CONTRACT, TILE = (
+FOLD, ONLINE, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, CONTRACT, TILE = (
     f"backends/triton/{name}.py"
-    for name in ("fold", "merge", "dlogits", "gradient", "exponentials", "rows", "contract", "logits")
+    for name in ("fold", "online", "merge", "dlogits", "gradient", "exponentials", "rows", "contract", "logits")
 )
 RECOMPUTE, SINGLE_PASS, FUNCTIONAL = "schedules/recompute.py", "schedules/single_pass.py", "functional.py"
-ONLINE = """        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
-        if SOFTCAP == 0:
-"""
+TRANSFORM = "        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)\n"
+SCALED = "    return scaled(b_dot, inner, outer, SOFTCAP)\n"
 
 FAULTS = {
     "pad lanes masked before softcap": Fault(
-        FOLD,
+        (TILE, ONLINE),
         [
-            (ONLINE, f'        b_dot = tl.where((o_v < V)[None, :], b_dot, float("-inf"))\n{ONLINE}'),
+            (SCALED, f'    b_dot = tl.where((o_v < V)[None, :], b_dot, float("-inf"))\n{SCALED}'),
             ('b_real = tl.where((o_v < V)[None, :], b_x, float("-inf"))', "b_real = b_x"),
         ],
         many_options,
@@ -164,29 +163,29 @@ FAULTS = {
     "bias added per tile of D": Fault(
         FOLD,
         [(
-            ONLINE,
+            TRANSFORM + "        masked =",
             "        if HAS_BIAS:\n"
             "            b_dot += (tl.cdiv(D, BK) - 1) * tl.load(bias + o_v, mask=o_v < V, other=0.0)[None, :]\n"
-            + ONLINE,
+            + TRANSFORM + "        masked =",
         )],
         many_options,
     ),
     "no second look at a distant target": Fault(FOLD, [("run(retry=True)", "pass")], distant),
     "max started at 0": Fault(
         FOLD,
-        [('    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)', "    b_m = tl.zeros([BM], dtype=tl.float32)")],
+        [('b_least = tl.full([BM], float("-inf"), dtype=tl.float32)', "b_least = b_zero")],
         low_logits,
     ),
     "sum not rescaled when the max moves": Fault(
-        FOLD, [("b_s = b_s * b_decay + b_add\n", "b_s = b_s + b_add\n")], long_split
+        ONLINE, [("b_s * b_decay + b_add", "b_s + b_add")], long_split
     ),
     "splits merged without their maxima": Fault(
         MERGE, [("b_s = b_s * b_decay + b_add * b_gain", "b_s = b_s + b_add")], plain
     ),
-    "target counted twice": Fault(FOLD, [("b_p = tl.where(b_hit, 0.0, b_p)", "b_p = b_p")], plain),
+    "target counted twice": Fault(ONLINE, [("b_p = tl.where(b_hit, 0.0, b_p)", "b_p = b_p")], plain),
     "ties to the highest id": Fault(
-        FOLD,
-        [("b_argmax = tl.where(b_top > b_m, i_v + b_at", "b_argmax = tl.where(b_top >= b_m, i_v + b_at")],
+        ONLINE,
+        [("tl.max((b_top > b_m)", "tl.max((b_top >= b_m)"), ("tl.where(b_top > b_m", "tl.where(b_top >= b_m")],
         predictions,
     ),
     "logits rounded to 16 bits": Fault(
@@ -272,13 +271,13 @@ def plant(name, folder):
     shutil.copytree(ROOT / "torch-ext", folder / "torch-ext", ignore=shutil.ignore_patterns("__pycache__", "_ops.py"))
     shutil.copyfile(ROOT / "build.toml", folder / "build.toml")
     if name in FAULTS:
-        file = folder / "torch-ext" / "cut_cross_entropy" / FAULTS[name].file
-        text = file.read_text()
-        for old, new in FAULTS[name].edits:
-            if text.count(old) != 1:
-                raise LookupError(f"{FAULTS[name].file} has {text.count(old)} places that read {old!r}, not one")
-            text = text.replace(old, new)
-        file.write_text(text)
+        files, edits, _ = FAULTS[name]
+        files = [folder / "torch-ext" / "cut_cross_entropy" / f for f in ([files] if isinstance(files, str) else files)]
+        for old, new in edits:
+            places = [file for file in files for _ in range(file.read_text().count(old))]
+            if len(places) != 1:
+                raise LookupError(f"{FAULTS[name].files}: {len(places)} places that read {old!r}, not one")
+            places[0].write_text(places[0].read_text().replace(old, new))
     build(folder)
     return get_local_kernel(folder / "build", backend="cpu")
 

@@ -30,27 +30,9 @@ from ...problem import Fold
 from . import configs, hopper
 from .launch import launch
 from .logits import above, grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
-from .merge import base_of, counted, is_dense, merge_kernel, overflows, split_of
+from .merge import counted, is_dense, merge_kernel, overflows, split_of
 from .offsets import offsets
-
-
-@triton.jit
-def summed(b_x, unit, b_hit, b_m, MASKED: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr):
-    """Of one tile z = x * unit, by row: max, relative to the new running max the sums of 2^z and 2^z z; its column."""
-    if WANT_ARGMAX:
-        b_top, b_at = tl.max(b_x, 1, return_indices=True, return_indices_tie_break_left=True)
-    else:
-        b_top = tl.max(b_x, 1)
-        b_at = tl.zeros(b_top.shape, dtype=tl.int32)
-    b_top *= unit
-    b_above = above(b_x, unit, base_of(tl.maximum(b_m, b_top)))
-    b_p = tl.exp2(b_above)
-    if MASKED:
-        b_p = tl.where(b_hit, 0.0, b_p)
-    b_lean = tl.zeros(b_top.shape, dtype=tl.float32)
-    if WANT_ENTROPY:
-        b_lean = tl.sum(tl.where(b_p > 0.0, b_p * b_above, b_p), 1)
-    return b_top, tl.sum(b_p, 1), b_lean, b_at
+from .online import absorb
 
 
 @triton.jit
@@ -100,13 +82,10 @@ def fold_online(
     FLATTEN: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
-    """Relative to a running max m: m, s, z_y, and what the options ask for."""
-    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
-    b_s = tl.zeros([BM], dtype=tl.float32)
-    b_target = tl.zeros([BM], dtype=tl.float32)
-    b_weighted = tl.zeros([BM], dtype=tl.float32)
-    b_tilt = tl.zeros([BM], dtype=tl.float32)
-    b_argmax = tl.zeros([BM], dtype=tl.int32)
+    """Relative to a running max m: the state of `absorb`, over one split."""
+    b_zero = tl.zeros([BM], dtype=tl.float32)
+    b_least = tl.full([BM], float("-inf"), dtype=tl.float32)
+    state = (b_least, b_zero, b_zero, b_zero, b_zero, tl.zeros([BM], dtype=tl.int32))
     for i_t in tl.range(first, last, flatten=FLATTEN):
         i_v = i_t * BN
         o_v = i_v + tl.arange(0, BN)
@@ -115,36 +94,11 @@ def fold_online(
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION,
         )  # fmt: skip
         b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
-        if SOFTCAP == 0:
-            # With a unit above 0 the largest x is the largest logit.
-            sign = tl.where(unit < 0.0, -1.0, 1.0)
-            b_x, unit = b_x * sign, unit * sign
-        if WANT_SMOOTH:
-            b_wx = b_x
-            if HAS_WEIGHT:
-                b_wx = b_x * tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
-            b_weighted += tl.sum(tl.where((o_v < V)[None, :], b_wx, 0.0), 1) * unit
-        b_masked = (i_v + BN > V).to(tl.int32) + tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32))
-        if b_masked > 0:
-            b_hit = o_v[None, :] == b_y[:, None]
-            b_xy = tl.sum(tl.where(b_hit, b_x, 0.0), 1)
-            b_real = tl.where((o_v < V)[None, :], b_x, float("-inf"))
-            b_top, b_add, b_lean, b_at = summed(b_real, unit, b_hit, b_m, True, WANT_ENTROPY, WANT_ARGMAX)
-        else:
-            b_xy = tl.zeros([BM], dtype=tl.float32)
-            b_top, b_add, b_lean, b_at = summed(b_x, unit, b_x, b_m, False, WANT_ENTROPY, WANT_ARGMAX)
-        b_target += b_xy * unit
-        if WANT_ARGMAX:
-            b_argmax = tl.where(b_top > b_m, i_v + b_at, b_argmax)
-        b_new = tl.maximum(b_m, b_top)
-        b_base = base_of(b_new)
-        b_decay = tl.exp2(b_m - b_base)
-        if WANT_ENTROPY:
-            b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
-            b_tilt = b_decay * (b_tilt + b_s * b_drop) + b_lean
-        b_s = b_s * b_decay + b_add
-        b_m = b_new
-    return b_m, b_s, b_target, b_weighted, b_tilt, b_argmax
+        masked = (i_v + BN > V).to(tl.int32) + tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32))
+        state = absorb(
+            state, b_x, unit, weight, o_v, V, b_y, masked, SOFTCAP, HAS_WEIGHT, WANT_SMOOTH, WANT_ENTROPY, WANT_ARGMAX
+        )
+    return state
 
 
 @triton.jit(do_not_specialize=["N", "V", "splits", "most"])
@@ -242,7 +196,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     heavy = softcap_kind(problem) == 2 or want_smooth and not linear
     heavy = heavy or not aligned and (online or problem.softcap is not None)
     tile = config.tile("dlogits" if store else "fold", e.dtype, heavy, aligned)
-    specialised = relative and configs.specialised(e, c, c if panel is None else panel)
+    specialised = configs.specialised(e, c, c if panel is None else panel)
     # Columns that splits are multiples of: rows that are folded again have to be by the same splits.
     span = hopper.TILE.BN if specialised else tile.BN
     row_blocks, processors = triton.cdiv(n, tile.BM), configs.processors_of(device)
@@ -276,12 +230,21 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     dense = 0 if once else configs.DENSE
 
     def run_specialised():
-        launch(
-            hopper.fold_kernel, min(row_blocks * splits[0], processors), device, *hopper.operands(e, c, panel),
-            *hopper.present(m, bias, problem.targets, count, m, nll, part_m, part_s, overflow),
-            n, v, d, splits[0], most, *scalars,
-            GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,
-        )  # fmt: skip
+        programs = min(row_blocks * splits[0], processors)
+        if relative:
+            launch(
+                hopper.fold_kernel, programs, device, *hopper.operands(e, c, panel),
+                *hopper.present(m, bias, problem.targets, count, m, nll, part_m, part_s, overflow),
+                n, v, d, splits[0], most, *scalars,
+                GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,
+            )  # fmt: skip
+        else:
+            parts = (part_m, part_s, part_weighted, part_tilt, part_argmax)
+            launch(
+                hopper.online_kernel, programs, device, *hopper.operands(e, c, None)[:2],
+                *hopper.present(m, bias, problem.weight, problem.targets, count, nll, *parts),
+                n, v, d, splits[0], *scalars, GROUP=configs.GROUP, DENSE=dense, **flags, **wants,
+            )  # fmt: skip
 
     def run(listed=False, relative=False, retry=False):
         from_descriptor = e_descriptor and not listed
