@@ -248,8 +248,7 @@ class _Flat:
         return self.targets != self.ignore_index
 
     def fold(self, want_smooth=False, want_entropy=False, want_prediction=False, workspace=None):
-        run = ops.fold_of(*self.tensors, self.weight)
-        nll, lse, smooth, entropy, prediction, _, _, _, count = run(
+        nll, lse, smooth, entropy, prediction, _, _, _, count, *_ = ops.run_fold(
             *self.tensors, self.weight if want_smooth else None, *self.options,
             want_smooth, want_entropy, want_prediction, self.needs, workspace,
         )  # fmt: skip

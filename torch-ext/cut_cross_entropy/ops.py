@@ -77,10 +77,13 @@ def fold(
     want_prediction: bool,
     needs: Sequence[bool],  # gradients that the backward will be asked for: of e, c, bias
     workspace: Optional[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    keep: bool,  # whether a panel may be kept for the backward
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of `Fold`, empty where not asked for. A workspace that the backward could not keep to is refused."""
+    kept = 0
     if workspace is not None:
-        recompute.planned(backend_of(e.device), e, vocab_size, needs, workspace)
+        keep = keep and any(needs) and not (want_smooth or want_entropy or want_prediction)
+        kept = recompute.planned(backend_of(e.device), e, vocab_size, needs, workspace, kept=None if keep else 0).kept
     problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
     with _no_autocast(e.device.type):
         out = recompute.forward(
@@ -89,17 +92,21 @@ def fold(
             want_smooth=want_smooth,
             want_entropy=want_entropy,
             want_prediction=want_prediction,
+            keep=kept,
         )
-    none = out.nll.new_empty(0)
-    smooth = none if out.smooth is None else out.smooth
-    entropy = out.nll.new_empty(0) if out.entropy is None else out.entropy
-    prediction = out.rows.new_empty(0, dtype=torch.int64) if out.prediction is None else out.prediction
-    return out.nll, out.lse, smooth, entropy, prediction, out.m, out.s, out.rows, out.count
+
+    def present(t, dtype=torch.float32):
+        return e.new_empty(0, dtype=dtype) if t is None else t
+
+    return (
+        out.nll, out.lse, present(out.smooth), present(out.entropy), present(out.prediction, torch.int64),
+        out.m, out.s, out.rows, out.count, present(out.kept, e.dtype), present(out.overflow, torch.int32),
+    )  # fmt: skip
 
 
 @fold.register_fake
 def _(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size,
-      want_smooth, want_entropy, want_prediction, needs, workspace):  # fmt: skip
+      want_smooth, want_entropy, want_prediction, needs, workspace, keep):  # fmt: skip
     n = e.shape[0]
 
     def row(wanted=True, dtype=torch.float32):
@@ -108,6 +115,7 @@ def _(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vo
     return (
         row(), row(), row(want_smooth), row(want_entropy), row(want_prediction, torch.int64),
         row(), row(), row(dtype=torch.int32), e.new_empty((1,), dtype=torch.int32),
+        e.new_empty(0), e.new_empty(0, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -124,6 +132,8 @@ def recompute_backward(
     s: Tensor,
     rows: Tensor,
     count: Tensor,
+    kept: Tensor,
+    overflow: Tensor,
     g_nll: Optional[Tensor],  # [N], any stride
     g_lse: Optional[Tensor],
     g_smooth: Optional[Tensor],
@@ -146,7 +156,7 @@ def recompute_backward(
         recompute.backward(
             backend_of(e.device),
             problem,
-            Fold(nll, nll, None, _present(entropy), None, m, s, rows, count),
+            Fold(nll, nll, None, _present(entropy), None, m, s, rows, count, _present(kept), overflow),
             upstream,
             gradients,
             workspace,
@@ -155,17 +165,17 @@ def recompute_backward(
 
 
 @recompute_backward.register_fake
-def _(e, c, targets, bias, weight, nll, entropy, m, s, rows, count, g_nll, g_lse, g_smooth, g_entropy, ignore_index,
-      softcap, scale, temperature, vocab_size, need_de, need_dc, need_dbias, workspace):  # fmt: skip
+def _(e, c, targets, bias, weight, nll, entropy, m, s, rows, count, kept, overflow, g_nll, g_lse, g_smooth, g_entropy,
+      ignore_index, softcap, scale, temperature, vocab_size, need_de, need_dc, need_dbias, workspace):  # fmt: skip
     return _fake_gradients(e, c, bias, (need_de, need_dc, need_dbias))
 
 
 def _setup_context(ctx, inputs, output):
-    e, c, targets, bias, weight, *options, _, _, _, _, workspace = inputs
-    nll, _, _, entropy, prediction, m, s, rows, count = output
-    ctx.save_for_backward(e, c, targets, bias, weight, nll, entropy, m, s, rows, count)
+    e, c, targets, bias, weight, *options, _, _, _, _, workspace, _ = inputs
+    nll, _, _, entropy, prediction, *state = output
+    ctx.save_for_backward(e, c, targets, bias, weight, nll, entropy, *state)
     ctx.options, ctx.workspace = options, workspace
-    ctx.mark_non_differentiable(prediction, m, s, rows, count)
+    ctx.mark_non_differentiable(prediction, *state)
     ctx.set_materialize_grads(False)
 
 
@@ -307,9 +317,11 @@ def eager(*tensors):
     return all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
 
 
-def fold_of(*tensors):
-    """`fold`, or its eager form."""
-    return _Eager.apply if eager(*tensors) else fold
+def run_fold(*inputs):
+    """`fold`, or its eager form, which may keep a panel."""
+    if eager(*inputs[:5]):
+        return _Eager.apply(*inputs, True)
+    return fold(*inputs, False)
 
 
 def single_pass_of(*tensors):

@@ -46,6 +46,8 @@ CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
 # more of the gradient lies in those rows.
 FEW_BLOCKS, TOKENS_OF_FEW, MOST_FEW = 6, 3072, 16
 FREQUENT = 1024
+# Numbers of kept columns that are weighed, as shares of the vocabulary; bytes a second of a pass over memory.
+KEPT_SHARES, PASS_RATE = 16, 4e12
 
 
 def _bytes(parts, stage):
@@ -66,6 +68,7 @@ class Plan:
         panels: how many panels cover the vocabulary.
         block: tokens per panel.
         blocks: how many blocks of tokens there are.
+        kept: classes whose exponentials the forward of `recompute` leaves for the backward.
         chunk: tokens of a block whose dE is contracted at a time.
         parts: scratch bytes by name; ``forward:`` parts and ``backward:`` parts are not alive together.
         flops: floating-point operations of all GEMMs.
@@ -78,6 +81,7 @@ class Plan:
     block: int
     blocks: int
     chunk: int
+    kept: int
     parts: Mapping[str, int]
     flops: int
     milliseconds: float | None
@@ -90,6 +94,7 @@ class Plan:
     def __str__(self) -> str:
         time = "" if self.milliseconds is None else f", {self.milliseconds:.3g} ms on an H200"
         shape = f"{self.panels} x {self.blocks} panels of {self.panel} columns by {self.block} tokens"
+        shape += f", {self.kept} columns kept" * (self.kept > 0)
         lines = [f"{self.schedule}: {shape}, {self.flops / 1e12:.2f} TFLOP{time}"]
         lines += [f"  {name:<24} {size / MIB:12.2f} MiB" for name, size in self.parts.items()]
         return "\n".join([*lines, f"  {'peak':<24} {self.workspace / MIB:12.2f} MiB"])
@@ -168,18 +173,21 @@ def _default_budget(s: _Sizes, schedule):
     return budget
 
 
-def _panel_parts(s: _Sizes, width):
-    """Scratch of `recompute` with panels of so many columns."""
-    forward, backward = {}, {}
+def _panel_parts(s: _Sizes, width, kept=0):
+    """Scratch of `recompute` with panels of so many columns, and so many kept since the forward, of every token."""
+    both, forward, backward = {"row state": STATE_BYTES * s.n}, {}, {}
     if s.gpu:
+        rows = s.n if kept else s.valid
         forward["split partials"] = s.splits(s.n)
         in_place = s.itemsize == 4 and not s.compacted
-        backward["dE accumulator"] = 4 * s.valid * s.d * (s.need_de and not in_place)
-        backward["compacted e"] = s.itemsize * s.valid * s.d * (s.compacted and not s.need_de)
-        backward["panel"] = s.itemsize * s.valid * width
+        both["kept panel"] = s.itemsize * rows * 64 * math.ceil(kept / 64)
+        backward["dE accumulator"] = 4 * rows * s.d * (s.need_de and not in_place)
+        backward["compacted e"] = s.itemsize * rows * s.d * (s.compacted and not s.need_de)
+        backward["scaled rows of e"] = s.itemsize * rows * s.d * (kept > 0)
+        backward["panel"] = s.itemsize * rows * width
         backward["fp32 dC panel"] = 4 * s.d * width * (s.half and s.need_dc)
         # What the programs of `column_sum` have summed, 128 columns each, and their total.
-        backward["dbias panel"] = (4 * 128 * 4 * PROCESSORS + 8 * width) * s.need_dbias
+        backward["dbias panel"] = (4 * 128 * 4 * PROCESSORS + 8 * max(width, kept)) * s.need_dbias
     else:
         forward["tile"], widened = s.tile(s.valid)
         forward["fp32 operands"] = (4 + s.itemsize) * min(s.valid, TILE_ROWS) * s.d + widened
@@ -189,25 +197,34 @@ def _panel_parts(s: _Sizes, width):
         backward["fp32 operands"] = copied + widened
         backward["dE accumulator"] = copied * s.need_de
         backward["panel"] = 4 * s.valid * width
-    parts = {"both:row state": STATE_BYTES * s.n}
+    parts = {f"both:{name}": size for name, size in both.items() if size}
     parts |= {f"forward:{name}": size for name, size in forward.items()}
     return parts | {f"backward:{name}": size for name, size in backward.items() if size and s.backward}
 
 
-def _recompute(s: _Sizes, budget):
-    """The plan of the widest panels within the budget, or of the narrowest."""
+def _recompute(s: _Sizes, budget, kept):
+    """The plan of the widest panels within the budget, or of the narrowest. Where `kept` is None, as many as pay."""
+    if kept is None:
+        shares = KEPT_SHARES if s.gpu and s.backward and not s.half else 0
+        choices = [min(s.v, PANEL_STEP * math.ceil(s.v * i / KEPT_SHARES / PANEL_STEP)) for i in range(shares + 1)]
+        lean, *others = [_recompute(s, budget, kept) for kept in choices]
+        return min([lean, *(p for p in others if p.workspace <= budget)], key=lambda p: p.milliseconds)
     width = panels = 0
-    time = _product(s, s.n, epilogue=45)
+    time = _product(s, s.n, epilogue=85 if kept else 45)
     if s.backward:
-        held = _bytes(_panel_parts(s, 0), "backward")
-        per_column = max(_bytes(_panel_parts(s, 1), "backward") - held, 1)
-        widest = (budget - held) // per_column // PANEL_STEP * PANEL_STEP
-        width, panels = _panel_columns(s.v, max(widest, PANEL_STEP if s.gpu else TILE_COLUMNS))
-        time += _product(s, s.valid, epilogue=150) + _product(s, s.valid) * (s.need_de + s.need_dc)
-        time += panels * (PANEL + 8 * s.valid * s.d * s.need_de / SUM_RATE)
-    flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.v * s.d * (s.backward + s.need_de + s.need_dc)
-    parts = MappingProxyType(_panel_parts(s, width))
-    return Plan("recompute", width, panels, s.valid, 1, s.valid, parts, flops, _milliseconds(s, time))
+        rows, rest = s.n if kept else s.valid, s.v - kept
+        if rest:
+            held = _bytes(_panel_parts(s, 0, kept), "backward")
+            per_column = max(_bytes(_panel_parts(s, 1, kept), "backward") - held, 1)
+            widest = (budget - held) // per_column // PANEL_STEP * PANEL_STEP
+            width, panels = _panel_columns(rest, max(widest, PANEL_STEP if s.gpu else TILE_COLUMNS))
+        time += _product(s, rows, epilogue=150) * rest / s.v + _product(s, rows) * (s.need_de + s.need_dc)
+        time += panels * (PANEL + 8 * rows * s.d * s.need_de / SUM_RATE)
+        # Rows of e and of dE are scaled.
+        time += (kept > 0) * (PANEL + 14 * rows * s.d / PASS_RATE)
+    flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.d * (s.v * (s.need_de + s.need_dc) + (s.v - kept) * s.backward)
+    parts = MappingProxyType(_panel_parts(s, width, kept))
+    return Plan("recompute", width, panels, s.valid, 1, s.valid, kept, parts, flops, _milliseconds(s, time))
 
 
 # Numbers of blocks of tokens that are weighed: every one up to 16, then steps of a tenth.
@@ -261,7 +278,7 @@ def _single_pass(s: _Sizes, budget):
     flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
     parts, width = MappingProxyType(_block_parts(s, block, chunk)), 64 * math.ceil(s.v / 64)
     time = _milliseconds(s, seconds(block, chunk))
-    return Plan("single_pass", width, 1, block, math.ceil(s.n / block), chunk, parts, flops, time)
+    return Plan("single_pass", width, 1, block, math.ceil(s.n / block), chunk, 0, parts, flops, time)
 
 
 def _product(s: _Sizes, rows, epilogue=0):
@@ -298,6 +315,7 @@ def plan(
     need_dc: bool = True,
     need_dbias: bool = False,
     workspace: int | None = None,
+    kept: int | None = None,
     schedule: str = "auto",
     scalar: bool = False,
 ) -> Plan:
@@ -314,6 +332,10 @@ def plan(
             of e and c, what `recompute` needs for panels of 4096 columns). With plain torch operations `single_pass`
             may also take what it needs for blocks of 512 tokens, up to a sixth of what materialized fp32 logits take;
             asked for by name, it may on any device take what it needs at least.
+        kept: classes whose exponentials the forward of `recompute` leaves for the backward, which then need not rebuild
+            their logits. By default as many as pay within a `workspace` that the call names, and none without one, with
+            float16 or plain torch operations. Give 0 for calls that cannot keep any: compiled ones, and those with
+            label smoothing, entropy or prediction.
         schedule: ``"auto"`` (the one of least predicted time within the budget; with plain torch operations
             `single_pass` where it fits), ``"recompute"`` or ``"single_pass"``.
         scalar: whether the call is one that ``single_pass`` can serve: a mean or sum of bfloat16 or float32
@@ -338,7 +360,8 @@ def plan(
     if schedule == "single_pass" and not scalar:
         raise ValueError("schedule: 'single_pass' needs a scalar loss with gradients; see plan(scalar=...)")
     plans, fitting = [], []
-    for name_of, plan_of in (("single_pass", _single_pass), ("recompute", _recompute)):
+    kept = 0 if workspace is None else kept
+    for name_of, plan_of in (("single_pass", _single_pass), ("recompute", functools.partial(_recompute, kept=kept))):
         if schedule in ("auto", name_of) and (scalar or name_of == "recompute"):
             budget = _default_budget(s, name_of) if workspace is None else workspace
             found = plan_of(s, budget)

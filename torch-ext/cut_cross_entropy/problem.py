@@ -43,6 +43,8 @@ class Fold:
     s: Tensor  # sum_v exp(z_v - m)
     rows: Tensor  # int32 [N], the valid rows in order, then unspecified
     count: Tensor  # int32 [1], how many there are
+    kept: Optional[Tensor] = None  # [N, columns] exponentials of the first classes, relative to m
+    overflow: Optional[Tensor] = None  # int32 [1], with kept: 1 where an exponential left its range
 
 
 class Gradients(NamedTuple):

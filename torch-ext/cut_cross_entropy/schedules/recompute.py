@@ -1,21 +1,34 @@
 """Schedule `recompute`: fold the logits in the forward, rebuild them panel by panel in the backward.
 
 8 N V D floating-point operations for the loss and both gradients; scratch: one panel and an fp32 accumulator for dE.
+Where the budget has room, the forward keeps the exponentials of the first classes, as `single_pass` stores them, and
+the backward need not rebuild those: down to 6 N V D.
 """
+
+import math
+from dataclasses import replace
 
 import torch
 
 from ..planner import plan
-from ..problem import RowGradients
+from ..problem import Gradients, RowGradients
 
 # Columns that a GEMM extent must be a multiple of to run at full speed.
 ALIGNED = 8
 
 
-def forward(backend, problem, *, want_smooth=False, want_entropy=False, want_prediction=False):
-    """Per row: lse = m + log s over all classes and the target's logit from the same accumulators."""
+def forward(backend, problem, *, want_smooth=False, want_entropy=False, want_prediction=False, keep=0):
+    """Per row: lse = m + log s over all classes and the target's logit from the same accumulators.
+
+    The exponentials of the first `keep` classes are kept for the backward.
+    """
     rows, count = backend.select(problem.targets, problem.ignore_index, problem.c.shape[0])
-    return backend.fold(problem, rows, count, want_smooth, want_entropy, want_prediction)
+    wanted = (want_smooth, want_entropy, want_prediction)
+    if not keep or not backend.reads_count(problem):
+        return backend.fold(problem, rows, count, *wanted)
+    kept = backend.new_panel(problem.e, problem.e.shape[0], 64 * math.ceil(keep / 64))
+    overflow = torch.zeros_like(count)
+    return replace(backend.fold(problem, rows, count, *wanted, kept, overflow), kept=kept, overflow=overflow)
 
 
 def planned(backend, e, v, needs, workspace, **rows):
@@ -44,26 +57,63 @@ def backward(backend, problem, fold, upstream, gradients, workspace):
             if gradient is not None:
                 gradient.zero_()
         return
-    compacted = not known or live < n
-    chosen = planned(backend, problem.e, v, gradients.wanted, workspace, valid=live, compacted=compacted)
+    (de, dc, dbias), kept = gradients, 0
     unit = backend.panel_unit(problem, upstream)
-    de = gradients.de
-    e = backend.compact(problem.e, fold.rows, fold.count, live, known, de)
+    if fold.kept is None:
+        rows = dict(valid=live, compacted=not known or live < n)
+        width = planned(backend, problem.e, v, gradients.wanted, workspace, **rows, kept=0).panel
+    else:
+        kept = min(fold.kept.shape[1], v) if known and backend.covers(live, n) else 0
+        width = planned(backend, problem.e, v, gradients.wanted, workspace, kept=min(fold.kept.shape[1], v)).panel
+    if kept:
+        e, fold, upstream = every_row(problem, fold, upstream, live, de)
+        live = n
+    else:
+        e = backend.compact(problem.e, fold.rows, fold.count, live, known, de)
     accumulator = de
     if de is not None and (de.dtype != torch.float32 or e is not problem.e):
         accumulator = torch.empty((live, d), dtype=torch.float32, device=de.device)
-    panel = backend.new_panel(problem.e, live, chosen.panel)
-    write_dlogits = backend.dlogits(problem, e, fold, upstream, live, unit, panel)
-    for v0 in range(0, v, chosen.panel):
-        v1 = min(v0 + chosen.panel, v)
-        write_dlogits(v0, v1)
+
+    def contract(panel, e, v0, v1, bias=dbias):
         for a, b in aligned_pieces(v0, v1):
             piece = panel[:, a - v0 : b - v0]
-            backend.contract_c(piece, e, *gradients.columns(a, b), unit)
+            backend.contract_c(piece, e, *Gradients(None, dc, bias).columns(a, b), unit)
             if de is not None:
                 backend.accumulate(piece, problem.c[a:b], accumulator, first=a == 0)
+
+    if kept:
+        factors, scaled = backend.factors(replace(problem, e=e), fold, upstream, fold.kept), torch.empty_like(e)
+        backend.scale_rows(e, factors, scaled)
+        contract(fold.kept, scaled, 0, kept, bias=None)
+        if dbias is not None:
+            dbias[:kept].copy_(backend.column_sum(fold.kept[:, :kept], factors))
+        if de is not None:
+            backend.scale_rows(accumulator, factors, accumulator)
+    if kept < v:
+        # A panel that was kept in vain, since the fold ran over the list of valid rows, is as good as a new one.
+        panel = backend.new_panel(problem.e, live, width) if kept or fold.kept is None else fold.kept[:live]
+        write_dlogits = backend.dlogits(problem, e, fold, upstream, live, unit, panel)
+        for v0 in range(kept, v, panel.shape[1]):
+            v1 = min(v0 + panel.shape[1], v)
+            write_dlogits(v0, v1)
+            contract(panel, e, v0, v1)
     if accumulator is not de:
         backend.expand(accumulator, fold.rows, fold.count, live, known, unit, de)
+
+
+def every_row(problem, fold, upstream, live, de):
+    """e, fold and upstream over all rows, in which those of ignored targets, whatever they held, are zero."""
+    e, kept, n = problem.e, fold.kept, problem.e.shape[0]
+    nll = fold.nll.new_zeros(1).expand(n) if upstream.nll is None else upstream.nll
+    upstream = upstream._replace(nll=nll)
+    if live < n:
+        valid = problem.targets != problem.ignore_index
+        upstream = RowGradients(*(None if g is None else torch.where(valid, g, 0.0) for g in upstream))
+        e = torch.where(valid[:, None], e, e.new_zeros(()), out=torch.empty_like(e) if de is None else de)
+        # Through .data: to autograd a second backward finds what was saved.
+        kept.data.index_fill_(0, torch.nonzero_static(~valid, size=n - live).squeeze(1), 0.0)
+    rows = torch.arange(n, dtype=torch.int32, device=e.device)
+    return e, replace(fold, rows=rows, count=torch.full_like(fold.count, n)), upstream
 
 
 def aligned_pieces(v0, v1):

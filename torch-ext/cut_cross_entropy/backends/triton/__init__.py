@@ -3,8 +3,8 @@
 from .column_sum import column_sum
 from .contract import accumulate, contract_c
 from .dlogits import dlogits, new_panel, panel_unit
-from .exponentials import exponentials
-from .fold import fold
+from .exponentials import exponentials, factors
+from .fold import covers, fold
 from .launch import launches
 from .rows import (
     block,
@@ -14,6 +14,7 @@ from .rows import (
     expand,
     expand_block,
     new_rows,
+    reads_count,
     scale,
     scale_rows,
     select,
@@ -23,7 +24,7 @@ from .rows import (
 NAME = "triton"
 
 __all__ = [
-    "NAME", "accumulate", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host", "dlogits",
-    "expand", "expand_block", "exponentials", "fold", "launches", "new_panel", "new_rows", "panel_unit", "scale",
-    "scale_rows", "select", "subtract_outer",
+    "NAME", "accumulate", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host", "covers",
+    "dlogits", "expand", "expand_block", "exponentials", "factors", "fold", "launches", "new_panel", "new_rows",
+    "panel_unit", "reads_count", "scale", "scale_rows", "select", "subtract_outer",
 ]  # fmt: skip

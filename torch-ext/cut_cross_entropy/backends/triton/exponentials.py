@@ -31,10 +31,10 @@ from .logits import logit_arguments
 from .math import LOG2E, exp, expm1
 
 
-@triton.jit(do_not_specialize=["N", "ignore_index", "s_nll"])
+@triton.jit(do_not_specialize=["N", "columns", "ignore_index", "s_nll", "s_rest"])
 def factor_kernel(
     targets, loss, m, s, g_nll, g_rest, overflow, panel, factors,
-    N, ignore_index, factor, outer, stride_panel, s_nll,
+    N, columns, ignore_index, factor, outer, stride_panel, s_nll, s_rest,
     HAS_REST: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -45,7 +45,7 @@ def factor_kernel(
     b_g = tl.load(g_nll + o_n * s_nll, mask=valid, other=0.0)
     b_x = expm1(-b_loss)
     if HAS_REST:
-        b_nll, b_rest = b_g, tl.load(g_rest + o_n, mask=valid, other=0.0)
+        b_nll, b_rest = b_g, tl.load(g_rest + o_n * s_rest, mask=valid, other=0.0)
         b_g, b_least = b_nll + b_rest, tl.abs(b_nll) * 2.0**-24
         b_g = tl.where(tl.abs(b_g) < b_least, b_least, b_g)
         b_x = (b_nll * b_x + b_rest * exp(-b_loss)) / tl.where(b_g == 0.0, 1.0, b_g)
@@ -55,13 +55,32 @@ def factor_kernel(
         b_x *= 1.0 - (b_z / outer) * (b_z / outer)
     # After an overflow the panel holds the gradient itself.
     relative = tl.load(overflow) == 0
+    inside = b_y < columns
     b_stored = b_x.to(panel.dtype.element_ty)
-    tl.store(panel + o_n.to(tl.int64) * stride_panel + b_y, b_stored, mask=valid & relative)
+    tl.store(panel + o_n.to(tl.int64) * stride_panel + b_y, b_stored, mask=valid & inside & relative)
     b_stored = b_stored.to(tl.float32)
-    zero = b_stored == 0.0
-    b_g *= tl.where(zero, 1.0, b_x) / tl.where(zero, 1.0, b_stored)
+    exact = (b_stored == 0.0) | (inside == 0)
+    b_g *= tl.where(exact, 1.0, b_x) / tl.where(exact, 1.0, b_stored)
     b_g = tl.where(relative, b_g * factor / b_s, 1.0)
     tl.store(factors + o_n, tl.where(valid, b_g, 0.0), mask=o_n < N)
+
+
+def factors(problem, fold, upstream, panel):
+    """[N], such that dz = factors[:, None] * panel for every row; the targets' entries of the panel are written now."""
+    n, (_, columns) = problem.e.shape[0], panel.shape
+    out = torch.empty(n, dtype=torch.float32, device=panel.device)
+    rewrite = dlogits(problem, problem.e, fold, upstream, n, None, panel, needed=fold.overflow)
+    rewrite(0, min(columns, problem.c.shape[0]))
+    (_, _, outer), flags = logit_arguments(problem)
+    rest = upstream.rest
+    launch(
+        factor_kernel, triton.cdiv(n, 128), panel.device,
+        problem.targets, fold.nll, fold.m, fold.s, upstream.nll, rest, fold.overflow, panel, out,
+        n, columns, problem.ignore_index, problem.scale / problem.temperature, outer, panel.stride(0),
+        upstream.nll.stride(0), 0 if rest is None else rest.stride(0),
+        HAS_REST=rest is not None, SOFTCAP=flags["SOFTCAP"], BLOCK=128,
+    )  # fmt: skip
+    return out
 
 
 def exponentials(problem, count, counted, panel, loss):
@@ -70,19 +89,9 @@ def exponentials(problem, count, counted, panel, loss):
     With `counted`, of the first `count` rows alone.
     """
     n, device = problem.e.shape[0], problem.e.device
-    rows = torch.arange(n, dtype=torch.int32, device=device)
     every = torch.full((1,), n, dtype=torch.int32, device=device)
     overflow = torch.empty_like(every)
-    factors = torch.empty(n, dtype=torch.float32, device=device)
-    out = fold(problem, rows, count if counted else every, False, False, False, panel, overflow, counted)
-    out = replace(out, count=every)
-    upstream = loss.gradients(problem, out.lse)
-    dlogits(problem, problem.e, out, upstream, n, None, panel, needed=overflow)(0, problem.c.shape[0])
-    (_, _, outer), flags = logit_arguments(problem)
-    launch(
-        factor_kernel, triton.cdiv(n, 128), device,
-        problem.targets, out.nll, out.m, out.s, upstream.nll, upstream.rest, overflow, panel, factors,
-        n, problem.ignore_index, problem.scale / problem.temperature, outer, panel.stride(0), upstream.nll.stride(0),
-        HAS_REST=upstream.rest is not None, SOFTCAP=flags["SOFTCAP"], BLOCK=128,
-    )  # fmt: skip
-    return out.nll, out.lse, factors
+    out = fold(problem, None, count if counted else every, False, False, False, panel, overflow, counted)
+    rows = torch.arange(n, dtype=torch.int32, device=device)
+    out = replace(out, rows=rows, count=every, overflow=overflow)
+    return out.nll, out.lse, factors(problem, out, loss.gradients(problem, out.lse), panel)

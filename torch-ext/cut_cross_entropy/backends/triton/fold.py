@@ -37,7 +37,8 @@ from .online import absorb
 
 @triton.jit
 def fold_relative(
-    e, c, bias, panel, b_k, b_y, i_m, o_m, first, last, N, V, D, inner, outer, stride_e, stride_c, stride_panel,
+    e, c, bias, panel, b_k, b_y, i_m, o_m, first, last, N, V, D, columns, inner, outer,
+    stride_e, stride_c, stride_panel,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
     FLATTEN: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -59,7 +60,7 @@ def fold_relative(
             b_stored = b_p
             if SOFTCAP > 0:
                 b_stored = b_p * (1.0 - b_x * b_x)
-            store_tile(panel, b_stored, i_m, i_v, N, V, stride_panel, BM, BN, PANEL_DESCRIPTOR)
+            store_tile(panel, b_stored, i_m, i_v, N, columns, stride_panel, BM, BN, PANEL_DESCRIPTOR)
         # Both branches hand on row vectors alone: a tile that left them would be copied register by register.
         b_masked = (i_v + BN > V).to(tl.int32) + tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32))
         if b_masked > 0:
@@ -101,14 +102,14 @@ def fold_online(
     return state
 
 
-@triton.jit(do_not_specialize=["N", "V", "splits", "most"])
+@triton.jit(do_not_specialize=["N", "V", "splits", "most", "columns"])
 def fold_kernel(
     e, c, bias, weight, targets, rows, count,  # inputs
     offset,  # [N], with RELATIVE
     target_logit,  # [N]
     part_m, part_s, part_weighted, part_tilt, part_argmax,  # [splits, N] each
     panel, overflow,  # with STORE: a descriptor of [N, V], int32 [1]
-    N, V, D, splits, most, inner, outer,
+    N, V, D, splits, most, columns, inner, outer,
     stride_e, stride_c, stride_panel,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
     LISTED: tl.constexpr, COUNTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
@@ -147,7 +148,8 @@ def fold_kernel(
     if RELATIVE:
         b_m = tl.load(offset + o_m, mask=m_m, other=float("inf"))
         b_s, b_target = fold_relative(
-            e, c, bias, panel, b_m, b_y, i_m, o_m, first, last, N, V, D, inner, outer, stride_e, stride_c, stride_panel,
+            e, c, bias, panel, b_m, b_y, i_m, o_m, first, last, N, V, D, columns, inner, outer,
+            stride_e, stride_c, stride_panel,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION, FLATTEN, HAS_BIAS, SOFTCAP,
             STORE, PANEL_DESCRIPTOR,
         )  # fmt: skip
@@ -177,17 +179,17 @@ def fold_kernel(
 
 
 def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, overflow=None, counted=False):
-    """Fold the logits of all rows, or of the `count` rows listed.
+    """Fold the logits of the `count` rows listed; where `rows` is None, of every row, or with `counted` of so many.
 
-    With a `panel` [N, >= V], of every row, or with `counted` of the first `count`: panel[i, v] = 2^(z_v - m), and the
-    int32 [1] `overflow` becomes 1 where that would leave its range; the panel is then not to be used, while everything
+    With a `panel` of the first classes panel[i, v] = 2^(z_v - m), if the fold runs over all rows (`covers`), and the
+    int32 [1] `overflow` becomes 1 where that would leave its range: the panel is then not to be used, while everything
     returned is right.
     """
     e, c = problem.e, problem.c
     (n, d), v, device = e.shape, c.shape[0], e.device
     config = configs.config_of(device)
     aligned, store = configs.describable(e) and configs.describable(c), panel is not None
-    once = store or configs.is_small(n, v, d, device)
+    once = rows is None or configs.is_small(n, v, d, device)
     # Without a softcap the sum of all logits is one product of vectors per row.
     linear = want_smooth and not once and problem.softcap is None
     online = want_entropy or want_prediction or want_smooth and not linear
@@ -253,7 +255,8 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
             e_operand if from_descriptor else e, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
             panel_operand if relative else None, overflow if relative else None,
-            n, v, d, splits[listed], most, *scalars, e.stride(0), c.stride(0), panel.stride(0) if store else 0,
+            n, v, d, splits[listed], most, min(v, panel.shape[1]) if store else 0, *scalars,
+            e.stride(0), c.stride(0), panel.stride(0) if store else 0,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, SPAN=span, GROUP=configs.GROUP,
             DENSE=dense, LISTED=listed, COUNTED=counted,
             E_DESCRIPTOR=from_descriptor, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
@@ -279,3 +282,8 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         BM=tile.BM, BLOCK=128,
     )  # fmt: skip
     return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)
+
+
+def covers(live, n):
+    """Whether the fold runs over all n rows where `live` of them are valid: `is_dense` on the host."""
+    return live * 8 >= n * configs.DENSE

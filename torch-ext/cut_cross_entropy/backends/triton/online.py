@@ -64,9 +64,7 @@ def absorb(
         )
     else:
         b_xy = tl.where(b_y == b_y, 0.0, 0.0)
-        b_top, b_add, b_lean, b_argmax = summed(
-            b_x, unit, b_x, b_m, b_argmax, o_v, False, WANT_ENTROPY, WANT_ARGMAX
-        )
+        b_top, b_add, b_lean, b_argmax = summed(b_x, unit, b_x, b_m, b_argmax, o_v, False, WANT_ENTROPY, WANT_ARGMAX)
     b_target += b_xy * unit
     b_new = tl.maximum(b_m, b_top)
     b_base = base_of(b_new)

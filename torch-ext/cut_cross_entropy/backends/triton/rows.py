@@ -44,29 +44,27 @@ def select(targets, ignore_index, v):
     return rows, count
 
 
-def count_on_host(problem, count):
-    """How many rows are valid, and whether that is known.
-
-    Reading it waits for the device. Where that is not worth it, or a capture forbids it, all N rows are taken.
+def reads_count(problem):
+    """Whether the count of valid rows will be read. That waits for the device: in small passes it is not worth it, and
+    a capture forbids it. All N rows are taken then.
     """
     e, c = problem.e, problem.c
-    if e.is_cuda and torch.cuda.is_current_stream_capturing() or configs.is_small(*e.shape, c.shape[0], e.device):
-        return e.shape[0], False
-    return int(count), True
+    capturing = e.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not (capturing or configs.is_small(*e.shape, c.shape[0], e.device))
+
+
+def count_on_host(problem, count):
+    """How many rows are valid, and whether that is known."""
+    return (int(count), True) if reads_count(problem) else (problem.e.shape[0], False)
 
 
 class count_later:
-    """The count of valid rows, on its way to the host without a wait for what is enqueued after this.
-
-    Unknown, and taken for N, where a wait is not worth it or a capture forbids it.
-    """
+    """The count of valid rows, on its way to the host without a wait for what is enqueued after this."""
 
     now = None
 
     def __init__(self, problem, count):
-        (n, d), v = problem.e.shape, problem.c.shape[0]
-        capturing = count.is_cuda and torch.cuda.is_current_stream_capturing()
-        self.known, self.count = not (capturing or configs.is_small(n, v, d, count.device)), n
+        self.known, self.count = reads_count(problem), problem.e.shape[0]
         if self.known and count.is_cuda:
             self.count = torch.empty(count.shape, dtype=count.dtype, pin_memory=True).copy_(count, non_blocking=True)
             self.event = torch.cuda.current_stream(count.device).record_event()
