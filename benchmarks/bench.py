@@ -150,7 +150,7 @@ class Bench:
     def host(self) -> None:
         """Host time where the device has little to do, with as few panels as the default takes and with many."""
         large = SHAPES["llama3-8b"]
-        panels = self.cce.plan(large.n, large.v, large.d, torch.bfloat16, workspace=large.workspace).panels
+        panels = self.cce.plan(large.n, large.v, large.d, torch.bfloat16, workspace=large.workspace, kept=0).panels
         many = Shape(HOST.n, large.v, 64)
         budgets = {"host": (HOST, None), "host/panels": (many, self.budget_for_panels(many, panels))}
         for name, (shape, workspace) in budgets.items():
@@ -174,7 +174,8 @@ class Bench:
         """The least budget whose plan has no more than this many panels."""
         for workspace in range(1 << 16, 1 << 28, 1 << 16):
             try:
-                plan = self.cce.plan(shape.n, shape.v, shape.d, torch.bfloat16, device=self.device, workspace=workspace)
+                sizes = (shape.n, shape.v, shape.d, torch.bfloat16)
+                plan = self.cce.plan(*sizes, device=self.device, workspace=workspace, kept=0)
             except ValueError:
                 continue
             if plan.panels <= panels:

@@ -82,14 +82,24 @@ def test_no_budget_is_exceeded(cce, size, device):
             budget = int(least(cce, *size, dtype, device=device, **call) * factor)
             plan = cce.plan(*size, dtype, device=device, workspace=budget, **call)
             assert plan.workspace <= budget
-            assert (plan.panels - 1) * plan.panel < size[1] <= plan.panels * plan.panel
+            rest = size[1] - plan.kept
+            assert (plan.panels - 1) * plan.panel < max(rest, 1) and rest <= plan.panels * plan.panel
             assert (plan.blocks - 1) * plan.block < max(size[0], 1) <= max(plan.blocks * plan.block, 1)
 
 
 def test_a_larger_budget_never_narrows_the_panel(cce):
     n, v, d = SIZES[0]
-    widths = [cce.plan(n, v, d, torch.bfloat16, workspace=b * MIB).panel for b in range(300, 3000, 50)]
+    widths = [cce.plan(n, v, d, torch.bfloat16, workspace=b * MIB, kept=0).panel for b in range(300, 3000, 50)]
     assert widths == sorted(widths) and widths[0] < widths[-1]
+
+
+def test_a_larger_budget_is_never_slower(cce):
+    """More columns are kept, until all are."""
+    n, v, d = SIZES[0]
+    plans = [cce.plan(n, v, d, torch.bfloat16, workspace=b * MIB) for b in range(300, 3000, 50)]
+    times = [plan.milliseconds for plan in plans]
+    assert times == sorted(times, reverse=True)
+    assert plans[0].kept == 0 and plans[-1].kept == v and plans[-1].flops == 6 * n * v * d
 
 
 def test_default_budget(cce):
@@ -99,7 +109,7 @@ def test_default_budget(cce):
             inputs = max(64 * MIB, dtype.itemsize * (n + v) * d)
             plan = cce.plan(n, v, d, dtype)
             assert plan.workspace <= inputs or plan.panel <= 4096
-            assert plan == cce.plan(n, v, d, dtype, workspace=max(inputs, plan.workspace))
+            assert plan == cce.plan(n, v, d, dtype, workspace=max(inputs, plan.workspace), kept=0)
 
 
 @pytest.mark.parametrize("n, v, d", [(32768, 32000, 4096), (65536, 128256, 2048), (8192, 256000, 2304)])
@@ -109,7 +119,7 @@ def test_one_default_budget_for_both_schedules(cce, n, v, d, dtype):
     budget = max(64 * MIB, dtype.itemsize * (n + v) * d, cce.plan(n, v, d, dtype).workspace)
     auto, alone = (cce.plan(n, v, d, dtype, scalar=True, schedule=name) for name in ("auto", "recompute"))
     assert alone.workspace <= budget and auto.workspace <= budget
-    assert auto == cce.plan(n, v, d, dtype, scalar=True, workspace=budget)
+    assert auto == cce.plan(n, v, d, dtype, scalar=True, workspace=budget, kept=0)
 
 
 def test_default_schedule(cce):

@@ -67,10 +67,13 @@ class Sizes:
         return ITEMSIZE[self.dtype] * min(tokens, self.n) * self.v + self.accumulated * self.v * self.d
 
     def planned(self, workspace: int | None = None, schedule: str = "auto", scalar: bool = True):
-        """The planner's answer for a budget in bytes; `scalar`: of a mean or sum that either schedule can serve."""
+        """The planner's answer for a budget in bytes, nothing kept between forward and backward.
+
+        `scalar`: of a mean or sum that either schedule can serve.
+        """
         sizes = (self.n, self.v, self.d, self.dtype)
         scalar = scalar and self.dtype != "float16"
-        return self.plan(*sizes, device=self.device, workspace=workspace, schedule=schedule, scalar=scalar)
+        return self.plan(*sizes, device=self.device, workspace=workspace, kept=0, schedule=schedule, scalar=scalar)
 
     def accepted(self, workspace: int, schedule: str):
         """The plan for a budget, or None where it is too small."""

@@ -208,7 +208,9 @@ def _recompute(s: _Sizes, budget, kept):
         shares = KEPT_SHARES if s.gpu and s.backward and not s.half else 0
         choices = [min(s.v, PANEL_STEP * math.ceil(s.v * i / KEPT_SHARES / PANEL_STEP)) for i in range(shares + 1)]
         lean, *others = [_recompute(s, budget, kept) for kept in choices]
-        return min([lean, *(p for p in others if p.workspace <= budget)], key=lambda p: p.milliseconds)
+        # Whether there is room at all is a question of the leanest.
+        fitting = [p for p in others if p.workspace <= budget and lean.workspace <= budget]
+        return min([lean, *fitting], key=lambda p: p.milliseconds)
     width = panels = 0
     time = _product(s, s.n, epilogue=85 if kept else 45)
     if s.backward:

@@ -48,17 +48,21 @@ def write_half(
         i_v = i_v0 + i_t * BN
         o_m = i_m + gl.arange(0, ROWS, ROW_LAYOUT)
         row = row_state(o_m, state, upstream, strides, factor, HAS_UNIT, HAS_NLL, HAS_REST, HAS_SMOOTH, HAS_ENTROPY)
+        # First used after the product, under which these loads have come in.
+        dots, step = multiply(ring, D, step, HALF)
         dz_y = at_target(row, weight, outer, SOFTCAP, HAS_WEIGHT, HAS_SMOOTH, HAS_ENTROPY)
         y = row[0]
         hit = gl.max(((y >= i_v) & (y < i_v + BN)).to(gl.int32))
-        dots, step = multiply(ring, D, step, HALF)
         for q in gl.static_range(4):
             o_v = i_v + q * QUARTER + gl.arange(0, QUARTER, COLUMN_LAYOUT)
             x, unit = transform(dots[q], bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
             dz = elsewhere(x, unit, row, weight, o_v, V, SOFTCAP, HAS_WEIGHT, HAS_SMOOTH, HAS_ENTROPY)
+            column, buffer = i_t * BN + q * QUARTER, buffers.index(q % 2)
+            # A tile that left the branch would be copied register by register.
             if hit == 1:
-                dz = gl.where(o_v[None, :] == y[:, None], dz_y[:, None], dz)
-            store(panel, i_m, i_t * BN + q * QUARTER, buffers.index(q % 2), dz)
+                store(panel, i_m, column, buffer, gl.where(o_v[None, :] == y[:, None], dz_y[:, None], dz))
+            else:
+                store(panel, i_m, column, buffer, dz)
     tma.store_wait(0)
 
 
