@@ -82,7 +82,7 @@ def _block(d):
     return min(4096, triton.next_power_of_2(d))
 
 
-@triton.jit(do_not_specialize=["D", "first", "ignore_index"])
+@triton.jit(do_not_specialize=["first", "ignore_index"])
 def compact_kernel(
     e, targets, rows, count, out, out_targets, D, first, ignore_index, stride_e, stride_out, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def block(problem, rows, count, i0, i1, buffer):
     return replace(problem, e=out, targets=targets)
 
 
-@triton.jit(do_not_specialize=["D"])
+@triton.jit
 def scale_rows_kernel(rows, factors, out, D, stride_rows, stride_out, BLOCK: tl.constexpr):
     i = tl.program_id(0)
     factor = tl.load(factors + i)
@@ -142,23 +142,24 @@ def scale_rows(rows, factors, out):
     launch(scale_rows_kernel, n, rows.device, rows, factors, out, d, rows.stride(0), out.stride(0), BLOCK=_block(d))
 
 
-@triton.jit(do_not_specialize=["D", "first"])
+@triton.jit(do_not_specialize=["first"])
 def expand_kernel(
-    accumulator, rows, count, unit, factor, less, vector, de, D, first,
-    HAS_UNIT: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+    accumulator, rows, count, unit, factor, less, vector, de, D, first, BLOCK: tl.constexpr
 ):  # fmt: skip
     i = tl.program_id(0)
-    live = first + i < tl.load(count)
-    row = tl.load(rows + first + i, mask=live, other=0).to(tl.int64)
+    live, row = i >= 0, i.to(tl.int64)
+    if rows is not None:
+        live = first + i < tl.load(count)
+        row = tl.load(rows + first + i, mask=live, other=0).to(tl.int64)
     scale = 1.0
-    if HAS_UNIT:
+    if unit is not None:
         scale = 1.0 / tl.load(unit)
-    if HAS_FACTOR:
+    if factor is not None:
         scale *= tl.load(factor + i)
     for i_d in range(0, D, BLOCK):
         o_d = i_d + tl.arange(0, BLOCK)
         b_a = tl.load(accumulator + i.to(tl.int64) * D + o_d, mask=(o_d < D) & live, other=0.0)
-        b_de = b_a * scale
+        b_de = b_a.to(tl.float32) * scale
         if less is not None:
             b_de -= tl.load(less + i) * tl.load(vector + o_d, mask=o_d < D, other=0.0)
         tl.store(de + row * D + o_d, b_de.to(de.dtype.element_ty), mask=(o_d < D) & live)
@@ -180,25 +181,16 @@ def expand_block(accumulator, rows, count, first, factors, de, unit=None, less=N
     launch(
         expand_kernel, accumulator.shape[0], de.device,
         accumulator, rows, count, unit, factors, *(less or (None, None)), de, de.shape[1], first,
-        HAS_UNIT=unit is not None, HAS_FACTOR=factors is not None, BLOCK=_block(de.shape[1]),
+        BLOCK=_block(de.shape[1]),
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["D"])
-def subtract_outer_kernel(total, rows, columns, out, D, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64)
-    less = tl.load(rows + i)
-    for i_d in range(0, D, BLOCK):
-        o_d = i_d + tl.arange(0, BLOCK)
-        b = tl.load(total + i * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-        b -= less * tl.load(columns + o_d, mask=o_d < D, other=0.0)
-        tl.store(out + i * D + o_d, b.to(out.dtype.element_ty), mask=o_d < D)
 
 
 def subtract_outer(total, rows, columns, out):
     """out = total - rows[:, None] * columns, in fp32 and rounded once; out may be total."""
     n, d = total.shape
-    launch(subtract_outer_kernel, n, total.device, total, rows, columns, out, d, BLOCK=_block(d))
+    launch(
+        expand_kernel, n, total.device, total, None, None, None, None, rows, columns, out, d, 0, BLOCK=_block(d)
+    )  # fmt: skip
 
 
 @triton.jit
