@@ -24,10 +24,8 @@ SOME = DTYPES[:1] if INTERPRET else DTYPES
 def teach(cce, monkeypatch):
     """What the docstring above says of the interpreter."""
     planner = importlib.import_module(f"{cce.__name__}.planner")
-    schedule = importlib.import_module(f"{cce.__name__}.schedules.single_pass")
     monkeypatch.setattr(planner, "BLOCK_STEP", STEP)
     monkeypatch.setattr(planner, "FREQUENT", STEP)
-    monkeypatch.setattr(schedule, "FREQUENT", STEP)
     planner.plan.cache_clear()
     teach_bfloat16(monkeypatch)
 

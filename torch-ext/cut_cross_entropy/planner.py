@@ -41,11 +41,9 @@ BLOCK_STEP = 128
 # of that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens.
 TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 680e12, 40e12, 7e12, 132
 CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
-# dC summed over a few blocks of tokens is rounded to 16 bits after each, save the rows of the FREQUENT ids with most
-# targets; over more blocks all of it is kept in fp32. How many are few grows with the tokens: the more there are, the
-# more of the gradient lies in those rows.
-FEW_BLOCKS, TOKENS_OF_FEW, MOST_FEW = 6, 3072, 16
-FREQUENT = 1024
+# dC summed over a few blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets;
+# over more blocks all of it is kept in fp32. At this many its error is 3e-3; with 16-bit logits it is 4 to 6e-3.
+FEW_BLOCKS, FREQUENT = 18, 1024
 # Numbers of kept columns that are weighed, as shares of the vocabulary; bytes a second of a pass over memory.
 KEPT_SHARES, PASS_RATE = 16, 4e12
 
@@ -120,6 +118,11 @@ def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, proces
     return every, min(tiles, max(every, min(-(-16 * processors // row_blocks), v // 1024)))
 
 
+def frequent_ids(blocks):
+    """The more often a row is rounded, the fewer rows may be."""
+    return FREQUENT << (blocks > 4) + (blocks > 16)
+
+
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     """One call as the schedules' byte counts see it."""
@@ -145,10 +148,11 @@ class _Sizes:
         columns = min(self.v, TILE_COLUMNS)
         return 4 * min(rows, TILE_ROWS) * columns, 4 * columns * self.d * (self.itemsize < 4)
 
-    def rounded(self, blocks):
-        """Whether dC is summed over so many blocks in 16 bits."""
-        few = min(max(FEW_BLOCKS, self.n // TOKENS_OF_FEW), MOST_FEW)
-        return self.gpu and self.itemsize < 4 and 1 < blocks <= few and self.v > FREQUENT
+    def frequent(self, blocks):
+        """Ids whose rows of dC are summed in fp32 where the others are rounded after each block; 0 where none are."""
+        few = min(max(6, int(1.13 * self.n**0.25)), FEW_BLOCKS)
+        ids = frequent_ids(blocks)
+        return ids * (self.gpu and self.itemsize < 4 and 1 < blocks <= few and self.v > ids)
 
     def splits(self, n):
         # Of a device of 132 multiprocessors, a twentieth of a percent of the logits.
@@ -229,8 +233,8 @@ def _recompute(s: _Sizes, budget, kept):
     return Plan("recompute", width, panels, s.valid, 1, s.valid, kept, parts, flops, _milliseconds(s, time))
 
 
-# Numbers of blocks of tokens that are weighed: every one up to 16, then steps of a tenth.
-_LADDER = [*range(1, 16), *(round(16 * 1.1**k) for k in range(120))]
+# Numbers of blocks of tokens that are weighed: every one up to 20, then steps of a tenth.
+_LADDER = [*range(1, 20), *(round(20 * 1.1**k) for k in range(120))]
 
 
 def _block_parts(s: _Sizes, block, chunk):
@@ -246,8 +250,8 @@ def _block_parts(s: _Sizes, block, chunk):
         parts["forward:slice"] = tile // 8
         parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
     blocks = math.ceil(s.n / block)
-    if s.need_dc and s.rounded(blocks):
-        parts["forward:fp32 dC of frequent ids"] = FREQUENT * (4 * s.d + s.itemsize * block) + 24 * s.v
+    if s.need_dc and s.frequent(blocks):
+        parts["forward:fp32 dC of frequent ids"] = s.frequent(blocks) * (4 * s.d + s.itemsize * block) + 24 * s.v
     elif s.need_dc and s.itemsize < 4 and blocks > 1:
         parts["forward:fp32 dC"] = 4 * s.v * s.d
     if s.need_dbias:
@@ -264,7 +268,7 @@ def _single_pass(s: _Sizes, budget):
             return abs(block - CPU_BLOCK)
         blocks = math.ceil(s.n / block)
         time = _product(s, s.n, epilogue=85) + _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc)
-        summed = (blocks - 1) * s.v * s.d * s.need_dc * (4 if s.rounded(blocks) else 8)
+        summed = (blocks - 1) * s.v * s.d * s.need_dc * (4 if s.frequent(blocks) else 8)
         return time + blocks * BLOCK + summed / SUM_RATE
 
     # The same candidates for every budget, so that a larger one is never slower.

@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from ..planner import FREQUENT
+from ..planner import frequent_ids
 from ..problem import ScalarLoss
 from . import recompute
 
@@ -140,7 +140,8 @@ class _Sum:
         if "forward:fp32 dC" in plan.parts:
             self.total = new((v, d))
         elif "forward:fp32 dC of frequent ids" in plan.parts:
-            self.ids, self.frequent = _frequent(problem, FREQUENT), new((FREQUENT, d))
+            self.ids = _frequent(problem, frequent_ids(plan.blocks))
+            self.frequent = new((len(self.ids), d))
 
     def add(self, x, scaled, first):
         for a, b in recompute.aligned_pieces(0, self.dc.shape[0]):
