@@ -5,7 +5,8 @@
                                         "fuzz": {<environment>, examples, seeds, launches, failures},
                                         "bench": {<environment>, "rows": {name: {...}}}}}
 
-Parts of other sources are dropped, never merged. A part that is started again starts empty.
+Parts of other sources are dropped, never merged. A part that is started again starts empty, unless it is told to keep
+what it does not measure anew.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ class Evidence:
             if found.get("torch_ext_sha256") == sha256:
                 self.data = found
 
-    def begin(self, part: str, **environment) -> None:
-        self.data["parts"][part] = environment
+    def begin(self, part: str, *, keep: str | None = None, **environment) -> None:
+        """Start a part, of which the entries of kind `keep` stay."""
+        entries = self.data["parts"].get(part, {}).get(keep)
+        self.data["parts"][part] = environment | ({keep: entries} if entries else {})
         self.write()
 
     def add(self, part: str, kind: str, name: str, entry: dict) -> None:
