@@ -114,6 +114,17 @@ def test_inductor(cce):
 
 
 @pytest.mark.parametrize("schedule", ["recompute", "single_pass"])
+def test_reduced_overhead(cce, schedule):
+    """Where there is no CUDA graph to make, the mode is the default backend."""
+    compiled = torch.compile(cce.linear_cross_entropy, fullgraph=True, mode="reduce-overhead")
+    for seed in range(3):
+        case = make_case(64, V, D, seed=seed)
+        got, want = (gradients(run, case, schedule=schedule) for run in (compiled, cce.linear_cross_entropy))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["recompute", "single_pass"])
 def test_operators_pass_opcheck(cce, schedule):
     """Schema, autograd registration, fakes against the real outputs, and tracing with dynamic shapes."""
     case = make_case(12, V, D, bias=True)
