@@ -37,11 +37,6 @@ Record = Callable[[str, dict], None]
 OUT_OF_MEMORY = "out of memory"
 
 
-def repeated(step, times: int) -> None:
-    for _ in range(times):
-        step()
-
-
 class Bench:
     """Each method measures one group and hands finished rows to `record`, so that a killed run keeps them."""
 
@@ -88,14 +83,11 @@ class Bench:
         floors = gemm_floors(s.e.detach(), s.c.detach())
         # What runs before decides at which clock a kernel begins: the forward and its GEMM each follow another GEMM.
         steps = {"de": floors["de"], "forward": forward, "dc": floors["dc"], "z": floors["z"], "step": step}
-        ahead = None
         if name == "small":
-            # The host takes longer to call these steps than the device to run them; that is a row of its own.
-            ahead = partial(repeated, floors["z"], 12)
             for dtype, fp32 in (("bf16", False), ("fp32", True)):
                 usual = training_step(lambda fp32=fp32: materialized(*leaves, s.targets, fp32=fp32), leaves)
                 steps[f"materialized_{dtype}"] = usual
-        row["samples_ms"] = interleaved(steps, repeats=repeats, ahead=ahead)
+        row["samples_ms"] = interleaved(steps, repeats=repeats)
         row["floor_tflops"] = {part: round(floor_rate(**{part: 1})(row), 1) for part in FLOOR_8}
         self.record(name, row)
 
@@ -181,8 +173,8 @@ class Bench:
     def budget_for_panels(self, shape: Shape, panels: int) -> int | None:
         """The least budget whose plan has no more than this many panels."""
         for workspace in range(1 << 16, 1 << 28, 1 << 16):
+            sizes = (shape.n, shape.v, shape.d, torch.bfloat16)
             try:
-                sizes = (shape.n, shape.v, shape.d, torch.bfloat16)
                 plan = self.cce.plan(*sizes, device=self.device, workspace=workspace, kept=0)
             except ValueError:
                 continue

@@ -79,7 +79,7 @@ def rest(part: dict) -> str:
     small, ignored, host = (part["rows"][name] for name in ("small", "ignored", "host"))
     size = f"N = {small['n']:,}, V = {small['v']:,}, D = {small['d']:,}"
     against_bf16 = ratio("step", materialized_bf16=1)(small)
-    lines = [[f"small ({size}), device time over materialized bf16", f"{against_bf16:.2f}"]]
+    lines = [[f"small ({size}), time over materialized bf16", f"{against_bf16:.2f}"]]
     for share in (10, 50, 90):
         over_none = ratio(f"ignored_{share}", ignored_0=1)(ignored)
         lines.append([f"{share} % of targets ignored, time over none ignored", f"{over_none:.3f}"])

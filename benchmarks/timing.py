@@ -11,14 +11,8 @@ import torch.nn.functional as F
 Samples = dict[str, list[float]]
 
 
-def interleaved(
-    steps: Mapping[str, Callable[[], object]], *, repeats: int = 10, warmup: int = 2, ahead: Callable | None = None
-) -> Samples:
-    """Milliseconds of every step, `repeats` each, in rounds: a drift of the clock reaches all of them alike.
-
-    `ahead` is enqueued before each step and not timed: the device is then at work while the host makes its calls, as it
-    is in training, and what is timed is the device.
-    """
+def interleaved(steps: Mapping[str, Callable[[], object]], *, repeats: int = 10, warmup: int = 2) -> Samples:
+    """Milliseconds of every step, `repeats` each, in rounds: a drift of the clock reaches all of them alike."""
     on_gpu = torch.cuda.is_available()
     for _ in range(warmup):
         for step in steps.values():
@@ -26,8 +20,6 @@ def interleaved(
     marks = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
-            if ahead is not None:
-                ahead()
             start = mark(on_gpu)
             step()
             marks[name].append((start, mark(on_gpu)))
