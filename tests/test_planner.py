@@ -102,6 +102,13 @@ def test_a_larger_budget_is_never_slower(cce):
     assert plans[0].kept == 0 and plans[-1].kept == v and plans[-1].flops == 6 * n * v * d
 
 
+def test_a_scalar_loss_with_room_takes_single_pass(cce):
+    """It then does the same products as `recompute` that keeps all, and passes over less besides."""
+    for n, v, d in ((8192, 128256, 4096), (8192, 256000, 2304), (8192, 32000, 4096)):
+        plan = cce.plan(n, v, d, torch.bfloat16, workspace=16 << 30, scalar=True)
+        assert (plan.schedule, plan.blocks) == ("single_pass", 1)
+
+
 def test_default_budget(cce):
     """max(64 MiB, bytes of the inputs, what panels of 4096 columns need)."""
     for n, v, d in SIZES:
@@ -189,7 +196,7 @@ def test_auto_is_the_faster_one(cce, size, dtype):
     chosen = set()
     for budget in BUDGETS:
         auto, *plans = (
-            planned(cce, *size, dtype, workspace=budget, scalar=True, schedule=schedule)
+            planned(cce, *size, dtype, workspace=budget, kept=0, scalar=True, schedule=schedule)
             for schedule in ("auto", "recompute", "single_pass")
         )
         if auto is None:

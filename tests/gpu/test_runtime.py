@@ -125,6 +125,21 @@ def test_synchronisation(cce):
     assert len(synchronisations) <= 1, synchronisations
 
 
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("options", [{}, {"schedule": "recompute"}, {"reduction": "none", "return_lse": True}], ids=str)
+def test_compiled_into_cuda_graphs(cce, options):
+    """mode="reduce-overhead": the first call warms up, the second records, the others replay with other values."""
+    torch._dynamo.reset()
+    compiled = torch.compile(cce.linear_cross_entropy, fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):
+        e, c, targets, _ = random_inputs(500, 1021, 128, ignored=0.3, seed=seed)
+        upstream = {}
+        if "return_lse" in options:
+            upstream = {"upstream": random_upstream(500), "upstream_lse": random_upstream(500, seed=2)}
+        torch.compiler.cudagraph_mark_step_begin()
+        check(run(compiled, e, c, targets, **upstream, **options), e, c, targets, **upstream, **options)
+
+
 @pytest.mark.parametrize("options", ["plain", "none-lse-softcap"])
 def test_compiled_whole_with_dynamic_tokens(cce, options):
     from torch._dynamo.testing import CompileCounterWithBackend
