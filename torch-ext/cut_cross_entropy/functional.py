@@ -248,7 +248,7 @@ class _Flat:
         return self.targets != self.ignore_index
 
     def fold(self, want_smooth=False, want_entropy=False, want_prediction=False, workspace=None):
-        nll, lse, smooth, entropy, prediction, _, _, _, count, *_ = ops.run_fold(
+        nll, lse, smooth, entropy, prediction, count = ops.run_fold(
             *self.tensors, self.weight if want_smooth else None, *self.options,
             want_smooth, want_entropy, want_prediction, self.needs, workspace,
         )  # fmt: skip

@@ -41,23 +41,52 @@ def _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperat
 
 
 def _new_gradients(e, c, bias, vocab_size, needs):
-    """Room for dE [N, D], dC [V, D] and dbias [V], empty where not wanted, and the part of it that is to be written."""
-    room = tuple(
-        torch.empty(t.shape, dtype=t.dtype, device=e.device) if need else e.new_empty(0)
-        for t, need in zip((e, c, bias), needs, strict=True)
+    """Room for dE [N, D], dC [V, D] and dbias [V], None where not wanted, and the part of it that is to be written."""
+    room = Gradients(
+        *(
+            torch.empty(t.shape, dtype=t.dtype, device=e.device) if need else None
+            for t, need in zip((e, c, bias), needs, strict=True)
+        )
     )
+    real = [None if gradient is None else gradient[:vocab_size] for gradient in room[1:]]
     for gradient in room[1:]:
-        gradient[vocab_size:].zero_()
-    real = (room[0], room[1][:vocab_size], room[2][:vocab_size])
-    return room, Gradients(*(t if need else None for t, need in zip(real, needs, strict=True)))
+        if gradient is not None and vocab_size < len(gradient):
+            gradient[vocab_size:].zero_()
+    return room, Gradients(room.de, *real)
+
+
+def _filled(like, tensors, dtypes):
+    """What an operator returns: empty tensors in place of None."""
+    return tuple(like.new_empty(0, dtype=d) if t is None else t for t, d in zip(tensors, dtypes, strict=True))
 
 
 def _fake_gradients(e, c, bias, needs):
     return tuple(t.new_empty(t.shape) if need else e.new_empty(0) for t, need in zip((e, c, bias), needs, strict=True))
 
 
-def _present(t):
-    return None if t.numel() == 0 else t
+def _fold(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size,
+          want_smooth, want_entropy, want_prediction, needs, workspace, keep):  # fmt: skip
+    """The `Fold`, with a panel for the backward where `keep` allows one and the workspace has room for it.
+
+    A workspace that the backward could not keep to is refused.
+    """
+    backend, wanted, kept = backend_of(e.device), (want_smooth, want_entropy, want_prediction), 0
+    if workspace is not None:
+        kept = None if keep and any(needs) and not any(wanted) else 0
+        kept = recompute.planned(backend, e, vocab_size, needs, workspace, kept=kept).kept
+    problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
+    with _no_autocast(e.device.type):
+        return recompute.forward(backend, problem, *wanted, keep=kept)
+
+
+def _recompute_backward(e, c, targets, bias, weight, fold, upstream, options, needs, workspace):
+    """dE [N, D], dC [V, D], dbias [V], each in its input's dtype, or None."""
+    problem = _problem(e, c, targets, bias, weight, *options)
+    room, gradients = _new_gradients(e, c, bias, options[-1], needs)
+    with _no_autocast(e.device.type):
+        upstream = recompute.row_gradients(problem, *upstream)
+        recompute.backward(backend_of(e.device), problem, fold, upstream, gradients, workspace)
+    return room
 
 
 @torch.library.custom_op(add_op_namespace_prefix("fold"), mutates_args=())
@@ -77,36 +106,18 @@ def fold(
     want_prediction: bool,
     needs: Sequence[bool],  # gradients that the backward will be asked for: of e, c, bias
     workspace: Optional[int],
-    keep: bool,  # whether a panel may be kept for the backward
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Fold`, empty where not asked for. A workspace that the backward could not keep to is refused."""
-    kept = 0
-    if workspace is not None:
-        keep = keep and any(needs) and not (want_smooth or want_entropy or want_prediction)
-        kept = recompute.planned(backend_of(e.device), e, vocab_size, needs, workspace, kept=None if keep else 0).kept
-    problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
-    with _no_autocast(e.device.type):
-        out = recompute.forward(
-            backend_of(e.device),
-            problem,
-            want_smooth=want_smooth,
-            want_entropy=want_entropy,
-            want_prediction=want_prediction,
-            keep=kept,
-        )
-
-    def present(t, dtype=torch.float32):
-        return e.new_empty(0, dtype=dtype) if t is None else t
-
-    return (
-        out.nll, out.lse, present(out.smooth), present(out.entropy), present(out.prediction, torch.int64),
-        out.m, out.s, out.rows, out.count, present(out.kept, e.dtype), present(out.overflow, torch.int32),
-    )  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Fold`, empty where not asked for."""
+    found = _fold(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size,
+                  want_smooth, want_entropy, want_prediction, needs, workspace, keep=False)  # fmt: skip
+    single, integer = torch.float32, torch.int32
+    dtypes = (single, single, single, single, torch.int64, single, single, integer, integer)
+    return _filled(e, found[: len(dtypes)], dtypes)
 
 
 @fold.register_fake
 def _(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size,
-      want_smooth, want_entropy, want_prediction, needs, workspace, keep):  # fmt: skip
+      want_smooth, want_entropy, want_prediction, needs, workspace):  # fmt: skip
     n = e.shape[0]
 
     def row(wanted=True, dtype=torch.float32):
@@ -115,7 +126,6 @@ def _(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vo
     return (
         row(), row(), row(want_smooth), row(want_entropy), row(want_prediction, torch.int64),
         row(), row(), row(dtype=torch.int32), e.new_empty((1,), dtype=torch.int32),
-        e.new_empty(0), e.new_empty(0, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -127,13 +137,11 @@ def recompute_backward(
     bias: Optional[Tensor],
     weight: Optional[Tensor],
     nll: Tensor,
-    entropy: Tensor,
+    entropy: Optional[Tensor],
     m: Tensor,
     s: Tensor,
     rows: Tensor,
     count: Tensor,
-    kept: Tensor,
-    overflow: Tensor,
     g_nll: Optional[Tensor],  # [N], any stride
     g_lse: Optional[Tensor],
     g_smooth: Optional[Tensor],
@@ -143,72 +151,89 @@ def recompute_backward(
     scale: float,
     temperature: float,
     vocab_size: int,
-    need_de: bool,
-    need_dc: bool,
-    need_dbias: bool,
+    needs: Sequence[bool],
     workspace: Optional[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dE [N, D], dC [V, D], dbias [V], each in its input's dtype, or empty."""
-    problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
-    room, gradients = _new_gradients(e, c, bias, vocab_size, (need_de, need_dc, need_dbias))
-    with _no_autocast(e.device.type):
-        upstream = recompute.row_gradients(problem, g_nll, g_lse, g_smooth, g_entropy)
-        recompute.backward(
-            backend_of(e.device),
-            problem,
-            Fold(nll, nll, None, _present(entropy), None, m, s, rows, count, _present(kept), overflow),
-            upstream,
-            gradients,
-            workspace,
-        )
-    return room
+    upstream, options = (g_nll, g_lse, g_smooth, g_entropy), (ignore_index, softcap, scale, temperature, vocab_size)
+    fold = Fold(nll, nll, None, entropy, None, m, s, rows, count)
+    found = _recompute_backward(e, c, targets, bias, weight, fold, upstream, options, needs, workspace)
+    return _filled(e, found, (e.dtype,) * 3)
 
 
 @recompute_backward.register_fake
-def _(e, c, targets, bias, weight, nll, entropy, m, s, rows, count, kept, overflow, g_nll, g_lse, g_smooth, g_entropy,
-      ignore_index, softcap, scale, temperature, vocab_size, need_de, need_dc, need_dbias, workspace):  # fmt: skip
-    return _fake_gradients(e, c, bias, (need_de, need_dc, need_dbias))
+def _(e, c, targets, bias, weight, nll, entropy, m, s, rows, count, g_nll, g_lse, g_smooth, g_entropy, ignore_index,
+      softcap, scale, temperature, vocab_size, needs, workspace):  # fmt: skip
+    return _fake_gradients(e, c, bias, needs)
+
+
+def _needs(ctx):
+    need_de, need_dc, _, need_dbias, *_ = ctx.needs_input_grad
+    return [need_de, need_dc, need_dbias]
+
+
+def _of_inputs(ctx, gradients):
+    """Gradients of e, c and bias as those of all inputs."""
+    de, dc, dbias = (t if need else None for t, need in zip(gradients, _needs(ctx), strict=True))
+    return de, dc, None, dbias, *[None] * (len(ctx.needs_input_grad) - 4)
 
 
 def _setup_context(ctx, inputs, output):
-    e, c, targets, bias, weight, *options, _, _, _, _, workspace, _ = inputs
+    *tensors, ignore_index, softcap, scale, temperature, vocab_size, _, _, _, _, workspace = inputs
     nll, _, _, entropy, prediction, *state = output
-    ctx.save_for_backward(e, c, targets, bias, weight, nll, entropy, *state)
-    ctx.options, ctx.workspace = options, workspace
+    ctx.save_for_backward(*tensors, nll, entropy if entropy.numel() else None, *state)
+    ctx.options, ctx.workspace = (ignore_index, softcap, scale, temperature, vocab_size), workspace
     ctx.mark_non_differentiable(prediction, *state)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, g_nll, g_lse, g_smooth, g_entropy, *_, run=None):
-    need_de, need_dc, _, need_dbias, *_ = ctx.needs_input_grad
-    if all(g is None for g in (g_nll, g_lse, g_smooth, g_entropy)):
+def _backward(ctx, g_nll, g_lse, g_smooth, g_entropy, *_):
+    upstream = (g_nll, g_lse, g_smooth, g_entropy)
+    if all(g is None for g in upstream):
         return (None,) * len(ctx.needs_input_grad)
-    de, dc, dbias = (run or recompute_backward)(
-        *ctx.saved_tensors, g_nll, g_lse, g_smooth, g_entropy, *ctx.options, need_de, need_dc, need_dbias, ctx.workspace
-    )
-    gradients = [None] * len(ctx.needs_input_grad)
-    gradients[0] = de if need_de else None
-    gradients[1] = dc if need_dc else None
-    gradients[3] = dbias if need_dbias else None
-    return tuple(gradients)
+    found = recompute_backward(*ctx.saved_tensors, *upstream, *ctx.options, _needs(ctx), ctx.workspace)
+    return _of_inputs(ctx, found)
 
 
 fold.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Eager(torch.autograd.Function):
-    """The same bodies and derivative without the dispatcher, whose checks cost more than a small step does."""
+    """The same without the dispatcher, whose checks cost more than a small step does. It may keep a panel."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = fold._init_fn(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output
+        found = _fold(*inputs, keep=True)
+        ctx.save_for_backward(*inputs[:5], *found)
+        ctx.options, ctx.workspace = inputs[5:10], inputs[-1]
+        ctx.mark_non_differentiable(*(t for t in (found.prediction, found.count) if t is not None))
+        ctx.set_materialize_grads(False)
+        return found.nll, found.lse, found.smooth, found.entropy, found.prediction, found.count
 
     @staticmethod
-    def backward(ctx, *gradients):
-        create_graph = torch.is_grad_enabled()
-        return _backward(ctx, *gradients, run=None if create_graph else recompute_backward._init_fn)
+    def backward(ctx, g_nll, g_lse, g_smooth, g_entropy, *_):
+        upstream = (g_nll, g_lse, g_smooth, g_entropy)
+        if all(g is None for g in upstream):
+            return (None,) * len(ctx.needs_input_grad)
+        inputs, found = ctx.saved_tensors[:5], Fold(*ctx.saved_tensors[5:])
+        if torch.is_grad_enabled():  # create_graph: the operator refuses to be differentiated
+            state = (found.nll, found.entropy, found.m, found.s, found.rows, found.count)
+            found = recompute_backward(*inputs, *state, *upstream, *ctx.options, _needs(ctx), ctx.workspace)
+        else:
+            found = _recompute_backward(*inputs, found, upstream, ctx.options, _needs(ctx), ctx.workspace)
+        return _of_inputs(ctx, found)
+
+
+def _single_pass(e, c, targets, bias, weight, weights, square, smooth, mean, ignore_index, softcap, scale,
+                 temperature, vocab_size, needs, workspace, schedule):  # fmt: skip
+    """The scalar loss, and its dE [N, D], dC [V, D] and dbias [V], each in its input's dtype, or None."""
+    problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
+    room, gradients = _new_gradients(e, c, bias, vocab_size, needs)
+    with _no_autocast(e.device.type):
+        loss = single_pass.loss_and_gradients(
+            backend_of(e.device), problem, weights, square, smooth, mean, gradients, workspace, schedule
+        )
+    return loss, *room
 
 
 @torch.library.custom_op(add_op_namespace_prefix("single_pass"), mutates_args=())
@@ -231,14 +256,10 @@ def single_pass_forward(
     workspace: Optional[int],
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The scalar loss, and its dE [N, D], dC [V, D] and dbias [V], each in its input's dtype, or empty."""
-    problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
-    room, gradients = _new_gradients(e, c, bias, vocab_size, needs)
-    with _no_autocast(e.device.type):
-        loss = single_pass.loss_and_gradients(
-            backend_of(e.device), problem, weights, square, smooth, mean, gradients, workspace, schedule
-        )
-    return loss, *room
+    """`_single_pass`, empty where it has None."""
+    loss, *found = _single_pass(e, c, targets, bias, weight, weights, square, smooth, mean, ignore_index, softcap,
+                                scale, temperature, vocab_size, needs, workspace, schedule)  # fmt: skip
+    return loss, *_filled(e, found, (e.dtype,) * 3)
 
 
 @single_pass_forward.register_fake
@@ -263,22 +284,16 @@ def _(e, c, bias, de, dc, dbias, upstream):
 
 
 def _single_pass_setup(ctx, inputs, output):
-    e, c, _, bias, *_, needs, _, _ = inputs
-    ctx.needs = needs
+    e, c, _, bias, *_ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(e, c, bias, *output[1:])
 
 
-def _single_pass_gradients(ctx, *gradients):
-    de, dc, dbias = (t if need else None for t, need in zip(gradients, ctx.needs, strict=True))
-    return de, dc, None, dbias, *[None] * 13
-
-
 def _single_pass_backward(ctx, upstream, *_):
     if upstream is None:
-        return (None,) * 17
-    return _single_pass_gradients(ctx, *scaled(*ctx.saved_tensors, upstream))
+        return (None,) * len(ctx.needs_input_grad)
+    return _of_inputs(ctx, scaled(*ctx.saved_tensors, upstream))
 
 
 single_pass_forward.register_autograd(_single_pass_backward, setup_context=_single_pass_setup)
@@ -289,8 +304,8 @@ class _EagerSinglePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        loss, *gradients = single_pass_forward._init_fn(*inputs)
-        ctx.needs, ctx.gradients, ctx.options = inputs[-3], gradients, inputs[8:]
+        loss, *ctx.gradients = _single_pass(*inputs)
+        ctx.options = inputs[8:]
         ctx.save_for_backward(*inputs[:8])
         return loss
 
@@ -300,12 +315,12 @@ class _EagerSinglePass(torch.autograd.Function):
         ctx.gradients = None
         if gradients is None:
             with torch.no_grad():
-                _, *gradients = single_pass_forward._init_fn(*ctx.saved_tensors, *ctx.options)
+                _, *gradients = _single_pass(*ctx.saved_tensors, *ctx.options)
         if torch.is_grad_enabled():
-            gradients = scaled(e, c, bias, *gradients, upstream)
+            gradients = scaled(e, c, bias, *_filled(e, gradients, (e.dtype,) * 3), upstream)
         else:
-            backend_of(e.device).scale(upstream, *gradients)
-        return _single_pass_gradients(ctx, *gradients)
+            backend_of(e.device).scale(upstream, *(t for t in gradients if t is not None))
+        return _of_inputs(ctx, gradients)
 
 
 def eager(*tensors):
@@ -318,10 +333,11 @@ def eager(*tensors):
 
 
 def run_fold(*inputs):
-    """`fold`, or its eager form, which may keep a panel."""
+    """nll, lse, smooth, entropy, prediction and count: of the eager form, or of `fold`."""
     if eager(*inputs[:5]):
-        return _Eager.apply(*inputs, True)
-    return fold(*inputs, False)
+        return _Eager.apply(*inputs)
+    nll, lse, smooth, entropy, prediction, _, _, _, count = fold(*inputs)
+    return nll, lse, smooth, entropy, prediction, count
 
 
 def single_pass_of(*tensors):

@@ -26,8 +26,7 @@ class Problem:
         return self.c.shape[0] if self.weight is None else self.weight.float().sum()
 
 
-@dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(NamedTuple):
     """Per-token results of the forward, fp32 [N] (0 at ignored rows), and the valid rows.
 
     `m` and `s` are kept apart because `lse = m + log s` rounds away what a large common offset hides. They are the

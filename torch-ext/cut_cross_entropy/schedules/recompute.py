@@ -17,7 +17,7 @@ from ..problem import Gradients, RowGradients
 ALIGNED = 8
 
 
-def forward(backend, problem, *, want_smooth=False, want_entropy=False, want_prediction=False, keep=0):
+def forward(backend, problem, want_smooth=False, want_entropy=False, want_prediction=False, *, keep=0):
     """Per row: lse = m + log s over all classes and the target's logit from the same accumulators.
 
     The exponentials of the first `keep` classes are kept for the backward.
@@ -28,7 +28,7 @@ def forward(backend, problem, *, want_smooth=False, want_entropy=False, want_pre
         return backend.fold(problem, rows, count, *wanted)
     kept = backend.new_panel(problem.e, problem.e.shape[0], 64 * math.ceil(keep / 64))
     overflow = torch.zeros_like(count)
-    return replace(backend.fold(problem, rows, count, *wanted, kept, overflow), kept=kept, overflow=overflow)
+    return backend.fold(problem, rows, count, *wanted, kept, overflow)._replace(kept=kept, overflow=overflow)
 
 
 def planned(backend, e, v, needs, workspace, **rows):
@@ -113,7 +113,7 @@ def every_row(problem, fold, upstream, live, de):
         # Through .data: to autograd a second backward finds what was saved.
         kept.data.index_fill_(0, torch.nonzero_static(~valid, size=n - live).squeeze(1), 0.0)
     rows = torch.arange(n, dtype=torch.int32, device=e.device)
-    return e, replace(fold, rows=rows, count=torch.full_like(fold.count, n)), upstream
+    return e, fold._replace(rows=rows, count=torch.full_like(fold.count, n)), upstream
 
 
 def aligned_pieces(v0, v1):

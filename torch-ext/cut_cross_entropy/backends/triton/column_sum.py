@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import configs
-from .launch import launch
+from .launch import cdiv, launch
 
 ROWS, COLUMNS = 64, 128  # of a tile
 PROGRAMS = 4  # per multiprocessor: enough loads in flight for the full bandwidth
@@ -41,8 +41,8 @@ def column_sum_kernel(
 def column_sum(matrix, weight=None):
     """sum_r weight_r matrix_r, fp32 [columns], of a matrix with contiguous rows; the weights default to 1."""
     (rows, columns), device = matrix.shape, matrix.device
-    blocks = triton.cdiv(columns, COLUMNS)
-    parts = min(triton.cdiv(PROGRAMS * configs.processors_of(device), blocks), triton.cdiv(rows, ROWS))
+    blocks = cdiv(columns, COLUMNS)
+    parts = min(cdiv(PROGRAMS * configs.processors_of(device), blocks), cdiv(rows, ROWS))
     sums = torch.empty((parts, columns), dtype=torch.float32, device=device)
     launch(
         column_sum_kernel, parts * blocks, device, matrix, weight, sums, rows, columns, matrix.stride(0),

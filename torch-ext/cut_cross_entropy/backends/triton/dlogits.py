@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import configs, hopper
 from .gradient import at_target, elsewhere, row_state
-from .launch import launch
+from .launch import cdiv, launch
 from .logits import grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
 
 
@@ -96,11 +96,11 @@ def dlogits(problem, e, fold, gradients, live, unit, panel, needed=None):
             EVEN_D=c.shape[1] % tile.BK == 0, PRECISION=configs.precision_of(e.dtype), FLATTEN=described,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    row_blocks, compiled = triton.cdiv(live, tile.BM), None
+    row_blocks, compiled = cdiv(live, tile.BM), None
 
     def write(v0, v1):
         nonlocal compiled
-        tiles = row_blocks * triton.cdiv(v1 - v0, tile.BN)
+        tiles = row_blocks * cdiv(v1 - v0, tile.BN)
         sizes = (live, c.shape[0], c.shape[1], v1 - v0, v0)
         compiled = launch(
             kernel, min(tiles, most), device, *operands, *rows, *sizes, *scalars, compiled=compiled, **options, **flags

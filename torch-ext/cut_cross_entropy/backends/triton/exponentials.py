@@ -18,15 +18,13 @@ With a penalty on lse or label smoothing there is a `rest_i` that multiplies p b
 elsewhere it is less than what fp32 rounds off beside nll_i.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 
 from .dlogits import dlogits
 from .fold import fold
-from .launch import launch
+from .launch import cdiv, launch
 from .logits import logit_arguments
 from .math import LOG2E, exp, expm1
 
@@ -74,7 +72,7 @@ def factors(problem, fold, upstream, panel):
     (_, _, outer), flags = logit_arguments(problem)
     rest = upstream.rest
     launch(
-        factor_kernel, triton.cdiv(n, 128), panel.device,
+        factor_kernel, cdiv(n, 128), panel.device,
         problem.targets, fold.nll, fold.m, fold.s, upstream.nll, rest, fold.overflow, panel, out,
         n, columns, problem.ignore_index, problem.scale / problem.temperature, outer, panel.stride(0),
         upstream.nll.stride(0), 0 if rest is None else rest.stride(0),
@@ -93,5 +91,5 @@ def exponentials(problem, count, counted, panel, loss):
     overflow = torch.empty_like(every)
     out = fold(problem, None, count if counted else every, False, False, False, panel, overflow, counted)
     rows = torch.arange(n, dtype=torch.int32, device=device)
-    out = replace(out, rows=rows, count=every, overflow=overflow)
+    out = out._replace(rows=rows, count=every, overflow=overflow)
     return out.nll, out.lse, factors(problem, out, loss.gradients(problem, out.lse), panel)

@@ -28,7 +28,7 @@ import triton.language as tl
 from ...planner import forward_splits
 from ...problem import Fold
 from . import configs, hopper
-from .launch import launch
+from .launch import cdiv, launch
 from .logits import above, grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
 from .merge import counted, is_dense, merge_kernel, overflows, split_of
 from .offsets import offsets
@@ -201,7 +201,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     specialised = configs.specialised(e, c, c if panel is None else panel)
     # Columns that splits are multiples of: rows that are folded again have to be by the same splits.
     span = hopper.TILE.BN if specialised else tile.BN
-    row_blocks, processors = triton.cdiv(n, tile.BM), configs.processors_of(device)
+    row_blocks, processors = cdiv(n, tile.BM), configs.processors_of(device)
     splits = forward_splits(n, v, d, block_m=tile.BM, block_n=span, processors=processors)
 
     def new(*shape, wanted=True, dtype=torch.float32):
@@ -226,9 +226,6 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     if relative or linear:
         # The offset lives in m, which only the merge writes.
         offsets(problem, m, overflow, part_weighted if linear else None)
-    c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
-    e_operand, e_descriptor = configs.operand(e, tile.BM, tile.BK, config)
-    panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config) if store else (None, False)
     dense = 0 if once else configs.DENSE
 
     def run_specialised():
@@ -249,19 +246,23 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
             )  # fmt: skip
 
     def run(listed=False, relative=False, retry=False):
-        from_descriptor = e_descriptor and not listed
+        c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
+        e_operand, from_descriptor = (e, False) if listed else configs.operand(e, tile.BM, tile.BK, config)
+        panel_operand, panel_descriptor = None, False
+        if store and relative:
+            panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config)
         launch(
             fold_kernel, row_blocks * splits[listed], device,
-            e_operand if from_descriptor else e, c_operand, bias, problem.weight, problem.targets, rows, count,
+            e_operand, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
-            panel_operand if relative else None, overflow if relative else None,
+            panel_operand, overflow if relative else None,
             n, v, d, splits[listed], most, min(v, panel.shape[1]) if store else 0, *scalars,
             e.stride(0), c.stride(0), panel.stride(0) if store else 0,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, SPAN=span, GROUP=configs.GROUP,
             DENSE=dense, LISTED=listed, COUNTED=counted,
             E_DESCRIPTOR=from_descriptor, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
             PRECISION=configs.precision_of(e.dtype), FLATTEN=from_descriptor and c_descriptor,
-            RELATIVE=relative, RETRY=retry, STORE=store and relative, PANEL_DESCRIPTOR=panel_descriptor and relative,
+            RELATIVE=relative, RETRY=retry, STORE=store and relative, PANEL_DESCRIPTOR=panel_descriptor,
             **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -274,7 +275,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     if not once:
         run(listed=True)
     launch(
-        merge_kernel, triton.cdiv(n, 128), device,
+        merge_kernel, cdiv(n, 128), device,
         problem.targets, part_m, part_s, part_weighted, part_tilt, part_argmax,
         problem.weight.float().sum() if weighted else None,
         nll, lse, smooth, entropy, prediction, m, s, count, n, v, *splits, problem.ignore_index,

@@ -11,6 +11,11 @@ launches = Counter()
 _compiled = {}
 
 
+def cdiv(a, b):
+    """As `triton.cdiv`, which takes longer to call than to compute."""
+    return -(-a // b)
+
+
 def launch(kernel, programs, device, *args, compiled=None, num_warps=4, num_stages=1, **constants):
     """Run `kernel` with its run-time arguments, then its compile-time ones in the order of its signature.
 
@@ -37,10 +42,13 @@ def _on(device):
 
 def _kind(x):
     """What a kernel is compiled for: types, and that a number or an address is divisible by 16, or a number is 1."""
-    if x is None or type(x) is float:
+    if x is None:
         return None
-    if type(x) is int:
-        return x & 15 == 0, x == 1, x >> 31
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() & 15 == 0
+    kind = type(x)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return x.dtype, x.data_ptr() & 15
+    if kind is int:
+        return x & 15, x == 1, x >> 31
+    if kind is float:
+        return None
     return x.base.dtype, *x.block_shape

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import configs
-from .launch import launch
+from .launch import cdiv, launch
 
 
 @triton.jit(do_not_specialize=["N", "V", "ignore_index"])
@@ -212,7 +212,7 @@ def scale(upstream, *gradients):
     """
     upstream = upstream.float()
     for gradient in gradients:
-        programs = min(8 * configs.processors_of(gradient.device), triton.cdiv(gradient.numel(), 4096))
+        programs = min(8 * configs.processors_of(gradient.device), cdiv(gradient.numel(), 4096))
         if programs:
             sizes = dict(BLOCK=4096, num_warps=8)
             launch(scale_kernel, programs, gradient.device, upstream, gradient, gradient.numel(), **sizes)
