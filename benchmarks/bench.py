@@ -25,6 +25,7 @@ from benchmarks.bars import FLOOR_8, MIB, floor_rate, judge, workspace_of  # noq
 from benchmarks.memory import release, step_memory  # noqa: E402
 from benchmarks.shapes import HOST, OPTIONS, SHAPES, SWEEP, Shape  # noqa: E402
 from benchmarks.timing import (  # noqa: E402
+    captured,
     device_operations,
     gemm_floors,
     host_time,
@@ -148,7 +149,10 @@ class Bench:
         self.record("options", row)
 
     def host(self) -> None:
-        """Host time where the device has little to do, with as few panels as the default takes and with many."""
+        """Host time where the device has little to do, with as few panels as the default takes and with many.
+
+        Beside the first, the materialized loss on 16-bit logits, and the same step replayed from a CUDA graph.
+        """
         large = SHAPES["llama3-8b"]
         panels = self.cce.plan(large.n, large.v, large.d, torch.bfloat16, workspace=large.workspace, kept=0).panels
         many = Shape(HOST.n, large.v, 64)
@@ -161,7 +165,13 @@ class Bench:
 
             step = training_step(loss, (s.e, s.c))
             row = self.describe(shape, workspace=workspace)
-            row["samples_us"] = {"step": host_time(step, repeats=5 * self.repeats)}
+            steps = {"step": step}
+            if name == "host":
+                usual = partial(materialized, s.e, s.c, s.targets, fp32=False)
+                steps["materialized_bf16"] = training_step(usual, (s.e, s.c))
+                if self.device == "cuda":
+                    steps["captured"] = captured(loss, (s.e, s.c))
+            row["samples_us"] = {key: host_time(call, repeats=5 * self.repeats) for key, call in steps.items()}
             row["device_operations"] = device_operations(step)
             if self.device == "cuda":
                 counter = kernel.launches(self.cce)

@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -75,6 +76,12 @@ def accuracy(part: dict) -> str:
     )
 
 
+BESIDE_HOST = {
+    "materialized_bf16": "of the materialized loss",
+    "captured": "of the same step replayed from a CUDA graph",
+}
+
+
 def rest(part: dict) -> str:
     small, ignored, host = (part["rows"][name] for name in ("small", "ignored", "host"))
     size = f"N = {small['n']:,}, V = {small['v']:,}, D = {small['d']:,}"
@@ -85,6 +92,11 @@ def rest(part: dict) -> str:
         lines.append([f"{share} % of targets ignored, time over none ignored", f"{over_none:.3f}"])
     lines += [
         ["host time per step, µs", f"{host_median(host):.0f}"],
+        *(
+            [f"{label}, µs", f"{median(host['samples_us'][key]):.0f}"]
+            for key, label in BESIDE_HOST.items()
+            if key in host["samples_us"]
+        ),
         ["Triton launches per step", f"{sum(host.get('triton_launches', {}).values())}"],
         ["device operations per step, by the profiler", f"{host['device_operations']}"],
     ]

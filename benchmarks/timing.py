@@ -50,6 +50,24 @@ def host_time(step: Callable[[], object], *, repeats: int = 50, warmup: int = 10
     return samples
 
 
+def captured(loss: Callable[[], torch.Tensor], leaves) -> Callable[[], None]:
+    """Forward and backward as a CUDA graph, to be replayed."""
+
+    def step() -> None:
+        torch.autograd.grad(loss(), leaves)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def device_operations(step: Callable[[], object]) -> int | str:
     """Kernels and copies that one step enqueues, as the profiler counts them, or why it could not."""
     try:
