@@ -57,14 +57,13 @@ def backward(backend, problem, fold, upstream, gradients, workspace):
             if gradient is not None:
                 gradient.zero_()
         return
-    (de, dc, dbias), kept = gradients, 0
+    de, dc, dbias = gradients
     unit = backend.panel_unit(problem, upstream)
-    if fold.kept is None:
-        rows = dict(valid=live, compacted=not known or live < n)
-        width = planned(backend, problem.e, v, gradients.wanted, workspace, **rows, kept=0).panel
-    else:
-        kept = min(fold.kept.shape[1], v) if known and backend.covers(live, n) else 0
-        width = planned(backend, problem.e, v, gradients.wanted, workspace, kept=min(fold.kept.shape[1], v)).panel
+    kept = 0 if fold.kept is None else min(fold.kept.shape[1], v)
+    rows = {} if kept else dict(valid=live, compacted=not known or live < n)
+    width = planned(backend, problem.e, v, gradients.wanted, workspace, kept=kept, **rows).panel
+    if kept and not (known and backend.covers(live, n)):
+        kept = 0
     if kept:
         e, fold, upstream = every_row(problem, fold, upstream, live, de)
         live = n
