@@ -187,7 +187,7 @@ def _panel_parts(s: _Sizes, width, kept=0):
         both["kept panel"] = s.itemsize * rows * 64 * math.ceil(kept / 64)
         backward["dE accumulator"] = 4 * rows * s.d * (s.need_de and not in_place)
         backward["compacted e"] = s.itemsize * rows * s.d * (s.compacted and not s.need_de)
-        backward["scaled rows of e"] = s.itemsize * rows * s.d * (kept > 0)
+        backward["scaled rows of e"] = s.itemsize * rows * s.d * (kept > 0 and s.need_dc)
         backward["panel"] = s.itemsize * rows * width
         backward["fp32 dC panel"] = 4 * s.d * width * (s.half and s.need_dc)
         # What the programs of `column_sum` have summed, 128 columns each, and their total.

@@ -81,8 +81,11 @@ def backward(backend, problem, fold, upstream, gradients, workspace):
                 backend.accumulate(piece, problem.c[a:b], accumulator, first=a == 0)
 
     if kept:
-        factors, scaled = backend.factors(replace(problem, e=e), fold, upstream, fold.kept), torch.empty_like(e)
-        backend.scale_rows(e, factors, scaled)
+        factors = backend.factors(replace(problem, e=e), fold, upstream, fold.kept)
+        scaled = None
+        if dc is not None:
+            scaled = torch.empty_like(e)
+            backend.scale_rows(e, factors, scaled)
         contract(fold.kept, scaled, 0, kept, bias=None)
         if dbias is not None:
             dbias[:kept].copy_(backend.column_sum(fold.kept[:, :kept], factors))
