@@ -170,7 +170,7 @@ class Bench:
                 usual = partial(materialized, s.e, s.c, s.targets, fp32=False)
                 steps["materialized_bf16"] = training_step(usual, (s.e, s.c))
                 if self.device == "cuda":
-                    steps["captured"] = captured(loss, (s.e, s.c))
+                    steps["captured"], _ = captured(lambda s=s, loss=loss: torch.autograd.grad(loss(), (s.e, s.c)))
             row["samples_us"] = {key: host_time(call, repeats=5 * self.repeats) for key, call in steps.items()}
             row["device_operations"] = device_operations(step)
             if self.device == "cuda":

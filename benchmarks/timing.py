@@ -50,12 +50,8 @@ def host_time(step: Callable[[], object], *, repeats: int = 50, warmup: int = 10
     return samples
 
 
-def captured(loss: Callable[[], torch.Tensor], leaves) -> Callable[[], None]:
-    """Forward and backward as a CUDA graph, to be replayed."""
-
-    def step() -> None:
-        torch.autograd.grad(loss(), leaves)
-
+def captured(step: Callable[[], object]) -> tuple[Callable[[], None], object]:
+    """A step as a CUDA graph: what replays it, and what it returned, which every replay writes anew."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -64,8 +60,8 @@ def captured(loss: Callable[[], torch.Tensor], leaves) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+        results = step()
+    return graph.replay, results
 
 
 def device_operations(step: Callable[[], object]) -> int | str:

@@ -61,8 +61,8 @@ class Recorder:
     def _note(self, kernel, programs, device, *args, compiled=None, **constants):
         self._launches.append(Launch(kernel, args, constants))
         if kernel.__name__ == "select_kernel":
-            _, _, count, in_range, *_ = args
-            count.fill_(self._live), in_range.fill_(1)
+            _, rows, count, in_range, *_ = args
+            torch.arange(len(rows), out=rows), count.fill_(self._live), in_range.fill_(1)
 
     def _begin(self, row, live, specialised):
         config = self.configs.CONFIGS[row]._replace(specialised=specialised)

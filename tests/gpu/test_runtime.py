@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.states import make
+from benchmarks.timing import captured
 
 from .contract import DEVICE, Result, check, hold, random_inputs, random_upstream, run, same_bits, size
 
@@ -85,21 +86,12 @@ def test_graph_capture_and_replay(cce, reduction):
         loss = cce.linear_cross_entropy(e, c, targets, reduction=reduction)
         return loss, *torch.autograd.grad(loss, (e, c), upstream if reduction == "none" else torch.ones_like(loss))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss, de, dc = step()
-
+    replay, (loss, de, dc) = captured(step)
     for seed, ignored in ((0, 0.3), (1, 0.0), (2, 0.9)):
         new = states(seed, ignored)
         with torch.no_grad():
             e.copy_(new.e), c.copy_(new.c), targets.copy_(new.targets)
-        graph.replay()
+        replay()
         per_token = {"upstream": upstream} if reduction == "none" else {}
         check(Result(loss.detach(), de=de, dc=dc), new.e, new.c, new.targets, reduction=reduction, **per_token)
         assert not de[new.targets == -100].any()

@@ -217,12 +217,14 @@ FAULTS = {
     "last columns of an odd vocabulary forgotten": Fault(
         RECOMPUTE, [("((v0, cut), (cut, v1)) if a < b]", "((v0, cut),)]")], plain
     ),
-    "ignored rows of dE left unwritten": Fault(ROWS, [("de.zero_()", "pass")], plain),
+    "ignored rows of dE left unwritten": Fault(
+        ROWS, [("_expand(de.shape[0], accumulator", "_expand(live, accumulator")], plain
+    ),
     "mean of chunk means": Fault(
         FUNCTIONAL,
         [(
-            "loss.sum() / weights if plain",
-            "sum(part.sum() / (part > 0).sum().clamp(min=1) for part in loss.chunk(2)) / 2 if plain",
+            "loss = loss.sum() / count.clamp(min=1)",
+            "loss = sum(part.sum() / (part > 0).sum().clamp(min=1) for part in loss.chunk(2)) / 2",
         )],
         uneven_batch,
     ),
@@ -246,9 +248,6 @@ FAULTS = {
     ),
     "smoothing in dE by the first rows of a block": Fault(
         SINGLE_PASS, [("smoothing.of_rows(i0 + j0, i0 + j1)", "smoothing.of_rows(j0, j1)")], swept_smoothed
-    ),
-    "rows past the count smoothed": Fault(
-        SINGLE_PASS, [("torch.where(listed, loss.smooth, 0.0)", "loss.smooth")], swept_smoothed
     ),
     "penalty left out at the target": Fault(
         EXPONENTIALS, [("b_rest * exp(-b_loss)", "b_rest * 0.0")], swept_penalized

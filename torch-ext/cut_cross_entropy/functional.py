@@ -9,6 +9,7 @@ from torch import Tensor
 from . import ops
 from .backends import backend_of
 from .planner import SCHEDULES
+from .problem import Coefficients
 from .schedules import single_pass
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -108,6 +109,8 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing: got {label_smoothing}, accepted is 0 to 1")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"num_items: is the divisor of reduction='mean', got reduction={reduction!r}")
+    if isinstance(num_items, Tensor) and num_items.numel() != 1:
+        raise ValueError(f"num_items: got shape {tuple(num_items.shape)}, accepted is a number or a 0-d tensor")
     if token_weight is not None:
         if not isinstance(token_weight, Tensor):
             raise TypeError(f"token_weight: got {type(token_weight).__name__}, accepted is a torch.Tensor")
@@ -122,12 +125,8 @@ def linear_cross_entropy(
         raise ValueError("weight: requires a gradient, which is not defined here; pass weight.detach()")
 
     flat = _Flat(e, c, targets, bias, weight, ignore_index, softcap, shift, logit_scale, temperature, vocab_size)
-    token_class_weight = None
-    if weight is not None:
-        token_class_weight = torch.where(flat.valid, weight.float()[torch.where(flat.valid, flat.targets, 0)], 0.0)
-    if token_weight is not None:
-        token_weight = torch.where(flat.valid, flat.rolled(token_weight, 0).float(), 0.0)
-
+    mean = reduction == "mean"
+    coefficients = flat.coefficients(mean, label_smoothing, z_loss, token_weight, num_items)
     # p and w are rounded apart there, which leaves little where they cancel.
     apart = softcap is not None or label_smoothing > 0.5 or flat.vocab_size < 64
     unserved = {
@@ -136,49 +135,15 @@ def linear_cross_entropy(
         "float16": flat.e.dtype == torch.float16,
     }  # fmt: skip
     if flat.takes_single_pass(schedule, workspace, [option for option, on in unserved.items() if on]):
-        mean, square, smooth = reduction == "mean", None, None
-        weights, divisor = token_class_weight, None if num_items is None else flat.number(num_items)
-
-        def share(x, weights):
-            """x over the sum of the weights, or what takes its place."""
-            return _divide(x, weights.sum() if divisor is None else divisor) if mean else x
-
-        tokens = token_weight
-        if tokens is None and (z_loss or label_smoothing):
-            tokens = flat.valid.float()
-        if z_loss:
-            square = z_loss * share(tokens, tokens)
-        if tokens is not None:
-            weights = tokens if weights is None else tokens * weights
-        if label_smoothing:
-            smooth = label_smoothing / flat.vocab_size * share(tokens, weights)
-        if weights is not None:
-            weights = share((1.0 - label_smoothing) * weights if label_smoothing else weights, weights)
-        elif divisor is not None:
-            weights = share(flat.number(1.0), None).expand(flat.e.shape[0])
-        return flat.single_pass(weights, square, smooth, mean, schedule, workspace)
+        return flat.single_pass(coefficients, mean, schedule, workspace)
     nll, lse, smooth, _, _, count = flat.fold(want_smooth=label_smoothing > 0.0, workspace=workspace)
-
-    loss = nll if weight is None else token_class_weight * nll
-    if label_smoothing > 0.0:
-        loss = (1.0 - label_smoothing) * loss + (label_smoothing / flat.vocab_size) * smooth
-    penalty = z_loss * lse.square() if z_loss else None
-    if token_weight is not None:
-        loss = torch.where(flat.valid, token_weight * loss, 0.0)
-        penalty = None if penalty is None else torch.where(flat.valid, token_weight * penalty, 0.0)
-
-    if reduction == "mean":
-        tokens = count.clamp(min=1) if token_weight is None else token_weight.sum()
-        weights = tokens
-        if weight is not None:
-            weights = (token_class_weight if token_weight is None else token_weight * token_class_weight).sum()
-        plain = num_items is None and weight is None and token_weight is None
-        loss = loss.sum() / weights if plain else _divide(loss.sum(), weights if num_items is None else num_items)
-        if penalty is not None:
-            loss = loss + _divide(penalty.sum(), tokens if num_items is None else num_items)
+    loss = coefficients.loss(nll, lse, smooth)
+    if reduction == "none":
+        loss = flat.unflatten(loss)
+    elif mean and coefficients.nll is None:
+        loss = loss.sum() / count.clamp(min=1)
     else:
-        loss = loss if penalty is None else loss + penalty
-        loss = loss.sum() if reduction == "sum" else flat.unflatten(loss)
+        loss = loss.sum()
     return (loss, flat.unflatten(lse)) if return_lse else loss
 
 
@@ -254,10 +219,42 @@ class _Flat:
         )  # fmt: skip
         return nll, lse, smooth, entropy, prediction, count.squeeze(0)
 
+    def coefficients(self, mean, label_smoothing, z_loss, token_weight, num_items):
+        """What each token's terms count for in the loss. Of nll None where that is 1, or with `mean` 1 over the count
+        of valid rows.
+        """
+
+        def share(x, weights):
+            """With `mean` x over the sum of the weights, or over what takes its place; 0 where that is 0."""
+            if not mean:
+                return x
+            divisor = weights.sum() if num_items is None else self.number(num_items)
+            return torch.where(divisor == 0, 0.0, x / torch.where(divisor == 0, 1.0, divisor))
+
+        tokens = square = smooth = None
+        if token_weight is not None:
+            tokens = torch.where(self.valid, self.rolled(token_weight, 0).float(), 0.0)
+        elif z_loss or label_smoothing:
+            tokens = self.valid.float()
+        weights = tokens
+        if self.weight is not None:
+            y = torch.where(self.valid, self.targets, 0).clamp(0, self.weight.shape[0] - 1)
+            of_class = torch.where(self.valid, self.weight.float()[y], 0.0)
+            weights = of_class if tokens is None else tokens * of_class
+        if z_loss:
+            square = z_loss * share(tokens, tokens)
+        if label_smoothing:
+            smooth = label_smoothing / self.vocab_size * share(tokens, weights)
+        if weights is not None:
+            weights = share((1.0 - label_smoothing) * weights if label_smoothing else weights, weights)
+        elif num_items is not None:
+            weights = share(self.number(1.0), None).expand(self.e.shape[0])
+        return Coefficients(weights, square, smooth)
+
     def number(self, x):
-        """A number or a 0-d tensor as fp32 on the device of e."""
+        """A number or a tensor of one as fp32 on the device of e."""
         if isinstance(x, Tensor):
-            return x.detach().to(self.e.device, torch.float32)
+            return x.detach().to(self.e.device, torch.float32).reshape(())
         return self.e.new_full((), x, dtype=torch.float32)
 
     def takes_single_pass(self, schedule, workspace, unserved):
@@ -276,18 +273,11 @@ class _Flat:
         plan = single_pass.planned(backend, self.e, self.vocab_size, self.needs, workspace, schedule)
         return plan.schedule == "single_pass"
 
-    def single_pass(self, weights, square, smooth, mean, schedule, workspace):
-        tensors = (*self.tensors, None if smooth is None else self.weight, weights, square, smooth)
+    def single_pass(self, coefficients, mean, schedule, workspace):
+        tensors = (*self.tensors, None if coefficients.smooth is None else self.weight, *coefficients)
         run = ops.single_pass_of(*tensors)
         found = run(*tensors, mean, *self.options, self.needs, workspace, schedule)
         return found[0] if isinstance(found, tuple) else found
-
-
-def _divide(total, divisor):
-    """total / divisor, and 0 with zero gradients where the divisor is 0."""
-    if not isinstance(divisor, Tensor):
-        return total / divisor if divisor else total * 0.0
-    return torch.where(divisor == 0, 0.0, total / torch.where(divisor == 0, 1.0, divisor))
 
 
 def _check(e, c, targets, bias, weight, softcap, shift, logit_scale, temperature, vocab_size):

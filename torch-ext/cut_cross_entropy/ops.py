@@ -26,13 +26,18 @@ def _row_major(t):
     return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
 
 
+def _real(t, vocab_size):
+    """The rows of real classes."""
+    return t if t is None or t.shape[0] == vocab_size else t[:vocab_size]
+
+
 def _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size):
     return Problem(
         _row_major(e),
-        _row_major(c[:vocab_size]),
+        _row_major(_real(c, vocab_size)),
         targets.contiguous(),
-        None if bias is None else bias[:vocab_size].contiguous(),
-        None if weight is None else weight[:vocab_size].contiguous(),
+        None if bias is None else _real(bias, vocab_size).contiguous(),
+        None if weight is None else _real(weight, vocab_size).contiguous(),
         ignore_index,
         softcap,
         scale,
@@ -48,11 +53,10 @@ def _new_gradients(e, c, bias, vocab_size, needs):
             for t, need in zip((e, c, bias), needs, strict=True)
         )
     )
-    real = [None if gradient is None else gradient[:vocab_size] for gradient in room[1:]]
     for gradient in room[1:]:
         if gradient is not None and vocab_size < len(gradient):
             gradient[vocab_size:].zero_()
-    return room, Gradients(room.de, *real)
+    return room, Gradients(room.de, *(_real(gradient, vocab_size) for gradient in room[1:]))
 
 
 def _filled(like, tensors, dtypes):

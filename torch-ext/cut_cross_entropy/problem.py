@@ -40,7 +40,7 @@ class Fold(NamedTuple):
     prediction: Optional[Tensor]  # int64, -1 at ignored rows
     m: Tensor  # what exponentials are relative to: max_v z_v or z_y
     s: Tensor  # sum_v exp(z_v - m)
-    rows: Tensor  # int32 [N], the valid rows in order, then unspecified
+    rows: Tensor  # int32 [N], the valid rows in order, then the others
     count: Tensor  # int32 [1], how many there are
     kept: Optional[Tensor] = None  # [N, columns] exponentials of the first classes, relative to m
     overflow: Optional[Tensor] = None  # int32 [1], with kept: 1 where an exponential left its range
@@ -62,23 +62,27 @@ class Gradients(NamedTuple):
         return (None if gradient is None else gradient[v0:v1] for gradient in (self.dc, self.dbias))
 
 
-class ScalarLoss(NamedTuple):
-    """sum_i nll_i * (lse_i - z_iy) + square_i * lse_i^2 + smooth_i * sum_v w_v (lse_i - z_iv).
+class Coefficients(NamedTuple):
+    """loss_i = nll_i * (lse_i - z_iy) + square_i * lse_i^2 + smooth_i * sum_v w_v (lse_i - z_iv).
 
-    Coefficients fp32 [N] of any stride. At ignored rows those of smooth are 0, the others meet a loss and an lse of 0.
+    fp32 [N] of any stride, and None for 1, 0 and 0. Those of smooth are 0 at ignored rows; the others meet a 0 there.
     """
 
-    nll: Tensor
+    nll: Optional[Tensor]
     square: Optional[Tensor]
     smooth: Optional[Tensor]
 
     def rows(self, index):
-        return ScalarLoss(*(x if x is None else x[index] for x in self))
+        return Coefficients(*(x if x is None else x[index] for x in self))
 
-    def value(self, nll, lse):
-        """The first two terms."""
-        loss = (self.nll * nll).sum()
-        return loss if self.square is None else loss + (self.square * lse.square()).sum()
+    def loss(self, nll, lse, smooth=None):
+        """loss [N]; without the last term where its sums are not given."""
+        loss = nll if self.nll is None else self.nll * nll
+        if self.square is not None:
+            loss = loss + self.square * lse.square()
+        if self.smooth is not None and smooth is not None:
+            loss = loss + self.smooth * smooth
+        return loss
 
     def gradients(self, problem, lse):
         """The derivatives by row, but for the - smooth_i * w_v."""

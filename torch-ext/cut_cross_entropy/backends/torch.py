@@ -32,15 +32,18 @@ def _slices(problem, z, entropy=False):
 
 
 def select(targets, ignore_index, v):
-    """The valid rows and their count. Raises IndexError for a target that is neither ignored nor a class."""
-    rows = (targets != ignore_index).nonzero().squeeze(1)
+    """All rows, the valid ones first, and how many those are.
+
+    Raises IndexError for a target that is neither ignored nor a class.
+    """
+    valid = targets != ignore_index
+    rows, ignored = valid.nonzero().squeeze(1), valid.logical_not().nonzero().squeeze(1)
     chosen = targets[rows]
     outside = chosen[(chosen < 0) | (chosen >= v)]
     if outside.numel():
         raise IndexError(f"targets: got {outside[0].item()}, accepted are 0 <= target < V = {v} and the ignore_index")
-    padded = torch.zeros(targets.numel(), dtype=torch.int32, device=targets.device)
-    padded[: rows.numel()] = rows
-    return padded, torch.full((1,), rows.numel(), dtype=torch.int32, device=targets.device)
+    count = torch.full((1,), rows.numel(), dtype=torch.int32, device=targets.device)
+    return torch.cat((rows, ignored)).int(), count
 
 
 def count_on_host(problem, count):
@@ -267,7 +270,7 @@ def expand(accumulator, rows, count, live, known, unit, de):
         de[rows[i0:i1].long()] = accumulator[i0:i1].to(de.dtype)
 
 
-def exponentials(problem, count, counted, panel, loss):
+def exponentials(problem, count, counted, panel, coefficients):
     """Fill the panel [N, >= V] with factors such that dz = factors[:, None] * panel. Returns nll, lse and factors, [N].
 
     With g = (nll + rest) of the loss's gradients by row, panel = exp(z - m) away from the target, and the factor g / s.
@@ -282,7 +285,7 @@ def exponentials(problem, count, counted, panel, loss):
     gain = torch.exp(-ahead)
     nll = torch.where(ahead < 40, torch.log1p(s * torch.exp(ahead)), ahead + torch.log(s + gain))
     lse = m + torch.log(s + gain)
-    upstream, x_y, slope = loss.gradients(problem, lse), -s, _slope(problem, z_y)
+    upstream, x_y, slope = coefficients.gradients(problem, lse), -s, _slope(problem, z_y)
     g = upstream.nll
     if upstream.rest is not None:
         g, least = g + upstream.rest, g.abs() * 2.0**-24

@@ -9,7 +9,7 @@ import functools
 import torch
 
 from ..planner import frequent_ids
-from ..problem import ScalarLoss
+from ..problem import Coefficients
 from . import recompute
 
 
@@ -20,10 +20,10 @@ def planned(backend, e, v, needs, workspace, schedule):
 
 
 def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradients, workspace, schedule):
-    """A `ScalarLoss` over the valid rows, and its gradients.
+    """The sum over the valid rows of the loss of these coefficients, and its gradients.
 
-    Coefficients are fp32 [N] or None; weights are then 1, or with `mean` 1 over the number of valid rows. Where
-    `schedule` is "auto" and `recompute` the better plan, that is what runs.
+    Where there are no weights they are 1, or with `mean` 1 over the number of valid rows. Where `schedule` is "auto"
+    and `recompute` the better plan, that is what runs.
     """
     n, v, (de, dc, dbias) = problem.e.shape[0], problem.c.shape[0], gradients
     plan = planned(backend, problem.e, v, gradients.wanted, workspace, schedule)
@@ -31,24 +31,19 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
     if weights is None:
         one = count.float().clamp_(min=1.0).reciprocal_() if mean else problem.e.new_ones(1, dtype=torch.float32)
         weights = one.expand(n)
-    loss = ScalarLoss(weights, square, smooth)
+    coefficients = Coefficients(weights, square, smooth)
     if plan.schedule == "recompute":
         fold = backend.fold(problem, rows, count, smooth is not None, False, False)
-        upstream = loss.gradients(problem, fold.lse)._replace(smooth=smooth)
+        upstream = coefficients.gradients(problem, fold.lse)._replace(smooth=smooth)
         recompute.backward(backend, problem, fold, upstream, gradients, workspace)
-        value = loss.value(fold.nll, fold.lse)
-        return value if smooth is None else value + (smooth * fold.smooth).sum()
+        return coefficients.loss(fold.nll, fold.lse, fold.smooth).sum()
 
-    # By number among the valid rows; what is listed after those is any row.
-    loss = ScalarLoss(*(x if x is None or x.stride(0) == 0 else x[rows.long().clamp(0, n - 1)] for x in loss))
+    # In the order of the rows listed.
+    coefficients = Coefficients(*(x if x is None or x.stride(0) == 0 else x[rows.long()] for x in coefficients))
     panel = backend.new_panel(problem.e, plan.block, plan.panel)
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
     total, bias_total = None if dc is None else _Sum(backend, plan, problem, dc), None
-    smoothing = None
-    if smooth is not None:
-        listed = torch.arange(n, device=count.device) < count
-        loss = loss._replace(smooth=torch.where(listed, loss.smooth, 0.0))
-        smoothing = _Smoothing(backend, problem, loss.smooth)
+    smoothing = None if smooth is None else _Smoothing(backend, problem, coefficients.smooth)
     nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
     lse = torch.zeros_like(nll) if smoothing or square is not None else None
     # The count is on its way to the host while the first block is folded.
@@ -57,14 +52,14 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
     while i0 == 0 or i0 < live:
         i1 = min(i0 + plan.block, n if live is None else live)
         block = backend.block(problem, rows, count, i0, i1, narrow)
-        counted, part = live is None and counting.known, loss.rows(slice(i0, i1))
+        counted, part = live is None and counting.known, coefficients.rows(slice(i0, i1))
         nll[i0:i1], lse_of, factors = backend.exponentials(block, count, counted, panel[: i1 - i0], part)
         if lse is not None:
             lse[i0:i1] = lse_of
         if i0 == 0:
             live = counting.wait()
             i1 = min(i1, live)
-            if de is not None and (live < n or not counting.known):
+            if de is not None and live < n:
                 de.zero_()
             if live == 0:
                 for gradient in (dc, dbias):
@@ -94,7 +89,7 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
         if smoothing:
             bias_total -= smoothing.weight * smoothing.smooth.sum()
         dbias.copy_(bias_total)
-    value = loss.value(nll, lse)
+    value = coefficients.loss(nll, lse).sum()
     return value + smoothing.value(problem, lse) if smoothing and live else value
 
 

@@ -81,8 +81,8 @@ def factors(problem, fold, upstream, panel):
     return out
 
 
-def exponentials(problem, count, counted, panel, loss):
-    """Fill the panel [N, >= V] for a `ScalarLoss`. Returns nll, lse and factors, [N]: dz = factors[:, None] * panel.
+def exponentials(problem, count, counted, panel, coefficients):
+    """Fill the panel [N, >= V]. Returns nll, lse and factors, [N]: dz = factors[:, None] * panel.
 
     With `counted`, of the first `count` rows alone.
     """
@@ -92,4 +92,4 @@ def exponentials(problem, count, counted, panel, loss):
     out = fold(problem, None, count if counted else every, False, False, False, panel, overflow, counted)
     rows = torch.arange(n, dtype=torch.int32, device=device)
     out = out._replace(rows=rows, count=every, overflow=overflow)
-    return out.nll, out.lse, factors(problem, out, loss.gradients(problem, out.lse), panel)
+    return out.nll, out.lse, factors(problem, out, coefficients.gradients(problem, out.lse), panel)

@@ -1,8 +1,9 @@
 """Which rows count, and moving them: select, compact, expand.
 
-select   reads targets (4 or 8 N bytes), writes the valid rows in order and their count; one program, in order.
+select   reads targets (4 or 8 N bytes), writes the valid rows in order, from the end the others, and the count of the
+         valid ones; one program, in order.
 compact  reads and writes the valid rows of e (2 * itemsize * n * D bytes), and their targets; scaling them, the same.
-expand   reads an fp32 accumulator, writes dE: dE[rows[i]] = accumulator[i] * factor[i] / unit.
+expand   reads an fp32 accumulator, writes dE: dE[rows[i]] = accumulator[i] * factor[i] / unit, and 0 past the count.
 """
 
 from dataclasses import replace
@@ -24,15 +25,18 @@ def select_kernel(targets, rows, count, in_range, N, V, ignore_index, BLOCK: tl.
         b_y = tl.load(targets + o_n, mask=o_n < N, other=0).to(tl.int64)
         b_valid = (b_y != ignore_index) & (o_n < N)
         outside += tl.sum((b_valid & ((b_y < 0) | (b_y >= V))).to(tl.int32))
-        b_at = total + tl.cumsum(b_valid.to(tl.int32), 0) - 1
-        tl.store(rows + b_at, o_n, mask=b_valid)
+        b_upto = total + tl.cumsum(b_valid.to(tl.int32), 0)
+        tl.store(rows + tl.where(b_valid, b_upto - 1, N - 1 - (o_n - b_upto)), o_n, mask=o_n < N)
         total += tl.sum(b_valid.to(tl.int32))
     tl.store(count, total)
     tl.store(in_range, (outside == 0).to(tl.int32))
 
 
 def select(targets, ignore_index, v):
-    """The valid rows and their count. A target out of range ends in a device-side assertion, without synchronising."""
+    """All rows, the valid ones first, and how many those are.
+
+    A target out of range ends in a device-side assertion, without synchronising.
+    """
     n, device = targets.numel(), targets.device
     rows = torch.empty(n, dtype=torch.int32, device=device)
     count, in_range = torch.empty((2, 1), dtype=torch.int32, device=device).unbind()
@@ -150,7 +154,7 @@ def expand_kernel(
     live, row = i >= 0, i.to(tl.int64)
     if rows is not None:
         live = first + i < tl.load(count)
-        row = tl.load(rows + first + i, mask=live, other=0).to(tl.int64)
+        row = tl.load(rows + first + i).to(tl.int64)
     scale = 1.0
     if unit is not None:
         scale = 1.0 / tl.load(unit)
@@ -162,34 +166,31 @@ def expand_kernel(
         b_de = b_a.to(tl.float32) * scale
         if less is not None:
             b_de -= tl.load(less + i) * tl.load(vector + o_d, mask=o_d < D, other=0.0)
-        tl.store(de + row * D + o_d, b_de.to(de.dtype.element_ty), mask=(o_d < D) & live)
+        tl.store(de + row * D + o_d, tl.where(live, b_de, 0.0).to(de.dtype.element_ty), mask=o_d < D)
 
 
 def expand(accumulator, rows, count, live, known, unit, de):
-    """dE rows, rounded once; exactly 0 where the target is ignored."""
+    """dE, rounded once; exactly 0 where the target is ignored."""
     if known and live == de.shape[0] and unit is None:
         de.copy_(accumulator)
-        return
-    de.zero_()
-    expand_block(accumulator, rows, count, 0, None, de, unit)
+    else:
+        _expand(de.shape[0], accumulator, rows, count, unit, None, None, 0, de)
 
 
-def expand_block(accumulator, rows, count, first, factors, de, unit=None, less=None):
-    """dE[rows[first + i]] = accumulator[i] * factors[i] / unit - less[0][i] * less[1] for the valid rows among them,
-    rounded once.
-    """
-    launch(
-        expand_kernel, accumulator.shape[0], de.device,
-        accumulator, rows, count, unit, factors, *(less or (None, None)), de, de.shape[1], first,
-        BLOCK=_block(de.shape[1]),
-    )  # fmt: skip
+def expand_block(accumulator, rows, count, first, factors, de, less=None):
+    """dE[rows[first + i]] = accumulator[i] * factors[i] - less[0][i] * less[1], rounded once, and 0 past the count."""
+    _expand(accumulator.shape[0], accumulator, rows, count, None, factors, less, first, de)
 
 
 def subtract_outer(total, rows, columns, out):
     """out = total - rows[:, None] * columns, in fp32 and rounded once; out may be total."""
-    n, d = total.shape
+    _expand(total.shape[0], total, None, None, None, None, (rows, columns), 0, out)
+
+
+def _expand(n, accumulator, rows, count, unit, factors, less, first, out):
     launch(
-        expand_kernel, n, total.device, total, None, None, None, None, rows, columns, out, d, 0, BLOCK=_block(d)
+        expand_kernel, n, out.device, accumulator, rows, count, unit, factors, *(less or (None, None)), out,
+        out.shape[1], first, BLOCK=_block(out.shape[1]),
     )  # fmt: skip
 
 
