@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import os
 import sys
 
 import torch
@@ -48,3 +49,7 @@ def main(mode, *arguments):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    # Not through the interpreter's end: on a busy machine PyTorch's autograd thread may still be letting go of the
+    # last backward then, and to be refused the GIL aborts the process.
+    os._exit(0)
