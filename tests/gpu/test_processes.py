@@ -16,9 +16,8 @@ CHILD = Path(__file__).with_name("child.py")
 
 def start(built, *arguments, **env):
     env = {**os.environ, "LOCAL_KERNELS": f"{REPO}={built}", "HF_HUB_OFFLINE": "1", **env}
-    return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", str(CHILD), *arguments], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-X", "faulthandler", str(CHILD), *arguments]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process):
