@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+ABSENT_OR_OLD = pytest.mark.parametrize(
+    "old, found", [(False, "found none"), (True, "found 3.1.0")], ids=["absent", "old"]
+)
 SCRIPT = """
 import json, sys, warnings
 from pathlib import Path
@@ -49,7 +52,7 @@ def run_without(built, old, **env):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("old, found", [(False, "found none"), (True, "found 3.1.0")], ids=["absent", "old"])
+@ABSENT_OR_OLD
 def test_the_torch_backend_works(built, old, found):
     outcome = run_without(built, old)
     assert outcome["error"] < 1e-6
@@ -59,7 +62,7 @@ def test_the_torch_backend_works(built, old, found):
     assert "Triton >= 3.4 is needed" in message and found in message and "plain torch backend" in message
 
 
-@pytest.mark.parametrize("old, found", [(False, "found none"), (True, "found 3.1.0")], ids=["absent", "old"])
+@ABSENT_OR_OLD
 def test_asking_for_triton_says_what_is_needed(built, old, found):
     message = run_without(built, old, TRITON_INTERPRET="1")["refused"]
     assert "Triton >= 3.4 is needed" in message and found in message

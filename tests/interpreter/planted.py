@@ -249,6 +249,10 @@ FAULTS = {
     "smoothing in dE by the first rows of a block": Fault(
         SINGLE_PASS, [("smoothing.of_rows(i0 + j0, i0 + j1)", "smoothing.of_rows(j0, j1)")], swept_smoothed
     ),
+    "ignored rows listed in one place": Fault(
+        ROWS, [("tl.where(b_valid, b_upto - 1, N - 1 - (o_n - b_upto))", "tl.where(b_valid, b_upto - 1, N - 1)")],
+        swept_smoothed,
+    ),
     "penalty left out at the target": Fault(
         EXPONENTIALS, [("b_rest * exp(-b_loss)", "b_rest * 0.0")], swept_penalized
     ),
