@@ -25,7 +25,7 @@ def teach(cce, monkeypatch):
     """What the docstring above says of the interpreter."""
     planner = importlib.import_module(f"{cce.__name__}.planner")
     monkeypatch.setattr(planner, "BLOCK_STEP", STEP)
-    monkeypatch.setattr(planner, "FREQUENT", STEP)
+    monkeypatch.setattr(planner, "FREQUENT", STEP // 4)
     planner.plan.cache_clear()
     teach_bfloat16(monkeypatch)
 

@@ -241,7 +241,7 @@ FAULTS = {
         FOLD, [("b_stored = b_p * (1.0 - b_x * b_x)", "b_stored = b_p * 1.0")], swept
     ),
     "dC of the last block alone": Fault(
-        SINGLE_PASS, [("total.add(x, scaled, first=i0 == 0)", "total.add(x, scaled, first=True)")], swept_in_blocks
+        SINGLE_PASS, [("scaled[: i1 - i0], first=i0 == 0)", "scaled[: i1 - i0], first=True)")], swept_in_blocks
     ),
     "every block weighs its tokens as the first": Fault(
         SINGLE_PASS, [("slice(i0, i1)", "slice(0, i1 - i0)")], swept_in_blocks

@@ -43,7 +43,7 @@ TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 680e12, 40e12, 7e12, 132
 CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
 # dC summed over a few blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets;
 # over more blocks all of it is kept in fp32. At this many its error is 3e-3; with 16-bit logits it is 4 to 6e-3.
-FEW_BLOCKS, FREQUENT = 18, 1024
+FEW_BLOCKS, FREQUENT = 18, 256
 # Numbers of kept columns that are weighed, as shares of the vocabulary; bytes a second of a pass over memory.
 KEPT_SHARES, PASS_RATE = 16, 4e12
 
@@ -120,7 +120,7 @@ def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, proces
 
 def frequent_ids(blocks):
     """The more often a row is rounded, the fewer rows may be."""
-    return FREQUENT << (blocks > 4) + (blocks > 16)
+    return FREQUENT << 2 * (blocks > 2) + (blocks > 4) + (blocks > 16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class Problem:
     softcap: Optional[float]
     scale: float
     temperature: float
+    offset: Optional[Tensor] = None  # [N], the targets' logits where they are known
 
     @property
     def total_weight(self):

@@ -2,7 +2,7 @@
 
 | primitive      | reads                            | writes                                                     |
 |----------------|----------------------------------|------------------------------------------------------------|
-| select         | targets                          | the valid rows in order and their count; checks the range  |
+| select         | targets                          | the rows, valid ones first, their count; checks the range  |
 | fold           | e, c, bias, targets              | per row: loss, offset and sum of exponentials, options     |
 | compact        | e, rows                          | the valid rows, contiguous                                 |
 | dlogits        | e, c[panel], row state, upstream | the panel of gradients with respect to the logits          |
@@ -13,9 +13,8 @@
 `single_pass` besides:
 
 | block          | e, targets, rows                 | a problem of its own: valid rows i0 to i1                  |
-| exponentials   | e, c, bias, targets, weights     | the panel and one factor per row: dz = factor * panel      |
+| exponentials   | e, c, bias, targets, weights     | the panel, a factor per row: dz = factor * panel; f. * e   |
 | column_sum     | a matrix, weights of its rows    | their weighted sum in fp32                                 |
-| scale_rows     | rows of e, factors               | factor * row in the dtype of e                             |
 | expand_block   | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |
 | subtract_outer | a sum for dC, two vectors        | their outer product subtracted, in the dtype of dC         |
 | scale          | gradients, upstream              | their product in place                                     |

@@ -270,11 +270,12 @@ def expand(accumulator, rows, count, live, known, unit, de):
         de[rows[i0:i1].long()] = accumulator[i0:i1].to(de.dtype)
 
 
-def exponentials(problem, count, counted, panel, coefficients):
+def exponentials(problem, count, counted, panel, coefficients, scaled):
     """Fill the panel [N, >= V] with factors such that dz = factors[:, None] * panel. Returns nll, lse and factors, [N].
 
     With g = (nll + rest) of the loss's gradients by row, panel = exp(z - m) away from the target, and the factor g / s.
-    As in the Triton backend |g| is taken to be at least 2^-24 |nll|.
+    As in the Triton backend |g| is taken to be at least 2^-24 |nll|. Where `scaled` is given, it becomes
+    factors[:, None] * e.
     """
     n, x = problem.e.shape[0], panel[:, : problem.c.shape[0]].t()
     m, s, z_y = x.new_empty((3, n))
@@ -292,7 +293,10 @@ def exponentials(problem, count, counted, panel, coefficients):
         g = torch.where(g.abs() < least, least, g)
         x_y = (upstream.rest * gain - upstream.nll * s) / torch.where(g == 0, 1.0, g)
     x[problem.targets.long(), torch.arange(n, device=x.device)] = x_y if slope is None else x_y * slope
-    return nll, lse, g * (problem.scale / problem.temperature) / (s + gain)
+    factors = g * (problem.scale / problem.temperature) / (s + gain)
+    if scaled is not None:
+        torch.mul(problem.e, factors.unsqueeze(1), out=scaled)
+    return nll, lse, factors
 
 
 def _exponentials(problem, x):
@@ -318,10 +322,6 @@ def _exponential(problem, z, base):
     if slope is not None:
         z *= slope
     return s
-
-
-def scale_rows(rows, factors, out):
-    torch.mul(rows, factors.unsqueeze(1), out=out)
 
 
 def expand_block(accumulator, rows, count, first, factors, de, less=None):

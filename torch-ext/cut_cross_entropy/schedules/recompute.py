@@ -81,16 +81,13 @@ def backward(backend, problem, fold, upstream, gradients, workspace):
                 backend.accumulate(piece, problem.c[a:b], accumulator, first=a == 0)
 
     if kept:
-        factors = backend.factors(replace(problem, e=e), fold, upstream, fold.kept)
-        scaled = None
-        if dc is not None:
-            scaled = torch.empty_like(e)
-            backend.scale_rows(e, factors, scaled)
+        scaled = None if dc is None else torch.empty_like(e)
+        factors = backend.factors(replace(problem, e=e), fold, upstream, fold.kept, scaled)
         contract(fold.kept, scaled, 0, kept, bias=None)
         if dbias is not None:
             dbias[:kept].copy_(backend.column_sum(fold.kept[:, :kept], factors))
         if de is not None:
-            backend.scale_rows(accumulator, factors, accumulator)
+            backend.scale_rows(accumulator, factors)
     if kept < v:
         # A panel that was kept in vain, since the fold ran over the list of valid rows, is as good as a new one.
         panel = backend.new_panel(problem.e, live, width) if kept or fold.kept is None else fold.kept[:live]

@@ -52,26 +52,26 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
     while i0 == 0 or i0 < live:
         i1 = min(i0 + plan.block, n if live is None else live)
         block = backend.block(problem, rows, count, i0, i1, narrow)
+        if smoothing:
+            smoothing.add(block.e, i0, i1)
         counted, part = live is None and counting.known, coefficients.rows(slice(i0, i1))
-        nll[i0:i1], lse_of, factors = backend.exponentials(block, count, counted, panel[: i1 - i0], part)
+        x, scaled = panel[: i1 - i0], None if dc is None else block.e
+        nll[i0:i1], lse_of, factors = backend.exponentials(block, count, counted, x, part, scaled)
         if lse is not None:
             lse[i0:i1] = lse_of
         if i0 == 0:
             live = counting.wait()
             i1 = min(i1, live)
+            x = x[:i1]
             if de is not None and live < n:
-                de.zero_()
+                de.index_fill_(0, rows[live:].long(), 0.0)
             if live == 0:
                 for gradient in (dc, dbias):
                     if gradient is not None:
                         gradient.zero_()
                 break
-        x, scaled = panel[: i1 - i0], narrow[: i1 - i0]
-        if smoothing:
-            smoothing.add(block.e[: i1 - i0], i0, i1)
         if dc is not None:
-            backend.scale_rows(block.e[: i1 - i0], factors[: i1 - i0], scaled)
-            total.add(x, scaled, first=i0 == 0)
+            total.add(x, scaled[: i1 - i0], first=i0 == 0)
         if dbias is not None:
             column_sum = backend.column_sum(x[:, :v], factors[: i1 - i0])
             bias_total = column_sum if bias_total is None else bias_total.add_(column_sum)

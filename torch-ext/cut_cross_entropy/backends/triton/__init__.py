@@ -6,8 +6,8 @@ from .dlogits import dlogits, new_panel, panel_unit
 from .exponentials import exponentials, factors
 from .fold import covers, fold
 from .launch import launches
+from .offsets import block
 from .rows import (
-    block,
     compact,
     count_later,
     count_on_host,

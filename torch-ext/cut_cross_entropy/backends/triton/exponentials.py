@@ -24,72 +24,85 @@ import triton.language as tl
 
 from .dlogits import dlogits
 from .fold import fold
-from .launch import cdiv, launch
+from .launch import launch
 from .logits import logit_arguments
 from .math import LOG2E, exp, expm1
+from .rows import row_block
 
 
-@triton.jit(do_not_specialize=["N", "columns", "ignore_index", "s_nll", "s_rest"])
+@triton.jit(do_not_specialize=["columns", "ignore_index", "s_nll", "s_rest"])
 def factor_kernel(
-    targets, loss, m, s, g_nll, g_rest, overflow, panel, factors,
-    N, columns, ignore_index, factor, outer, stride_panel, s_nll, s_rest,
+    targets, loss, m, s, g_nll, g_rest, overflow, panel, factors, e, scaled,
+    columns, D, ignore_index, factor, outer, stride_panel, stride_e, stride_scaled, s_nll, s_rest,
     HAS_REST: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    b_y = tl.load(targets + o_n, mask=o_n < N, other=ignore_index).to(tl.int64)
-    valid = b_y != ignore_index
-    b_loss = tl.load(loss + o_n, mask=valid, other=0.0)
-    b_s = tl.load(s + o_n, mask=valid, other=1.0)
-    b_g = tl.load(g_nll + o_n * s_nll, mask=valid, other=0.0)
+    """One row: its factor, the target's entry of the panel, and where `scaled` is given factor * e."""
+    i = tl.program_id(0).to(tl.int64)
+    y = tl.load(targets + i).to(tl.int64)
+    valid = y != ignore_index
+    b_loss = tl.load(loss + i, mask=valid, other=0.0)
+    b_s = tl.load(s + i, mask=valid, other=1.0)
+    b_g = tl.load(g_nll + i * s_nll, mask=valid, other=0.0)
     b_x = expm1(-b_loss)
     if HAS_REST:
-        b_nll, b_rest = b_g, tl.load(g_rest + o_n * s_rest, mask=valid, other=0.0)
+        b_nll, b_rest = b_g, tl.load(g_rest + i * s_rest, mask=valid, other=0.0)
         b_g, b_least = b_nll + b_rest, tl.abs(b_nll) * 2.0**-24
         b_g = tl.where(tl.abs(b_g) < b_least, b_least, b_g)
         b_x = (b_nll * b_x + b_rest * exp(-b_loss)) / tl.where(b_g == 0.0, 1.0, b_g)
     b_x *= b_s
     if SOFTCAP > 0:
-        b_z = (tl.load(m + o_n, mask=valid, other=0.0) + tl.log2(b_s)) - LOG2E * b_loss
+        b_z = (tl.load(m + i, mask=valid, other=0.0) + tl.log2(b_s)) - LOG2E * b_loss
         b_x *= 1.0 - (b_z / outer) * (b_z / outer)
     # After an overflow the panel holds the gradient itself.
     relative = tl.load(overflow) == 0
-    inside = b_y < columns
+    inside = y < columns
     b_stored = b_x.to(panel.dtype.element_ty)
-    tl.store(panel + o_n.to(tl.int64) * stride_panel + b_y, b_stored, mask=valid & inside & relative)
+    tl.store(panel + i * stride_panel + y, b_stored, mask=valid & inside & relative)
     b_stored = b_stored.to(tl.float32)
     exact = (b_stored == 0.0) | (inside == 0)
     b_g *= tl.where(exact, 1.0, b_x) / tl.where(exact, 1.0, b_stored)
     b_g = tl.where(relative, b_g * factor / b_s, 1.0)
-    tl.store(factors + o_n, tl.where(valid, b_g, 0.0), mask=o_n < N)
+    b_g = tl.where(valid, b_g, 0.0)
+    tl.store(factors + i, b_g)
+    if scaled is not None:
+        for i_d in range(0, D, BLOCK):
+            o_d = i_d + tl.arange(0, BLOCK)
+            b_e = tl.load(e + i * stride_e + o_d, mask=o_d < D, other=0.0).to(tl.float32) * b_g
+            tl.store(scaled + i * stride_scaled + o_d, b_e.to(scaled.dtype.element_ty), mask=o_d < D)
 
 
-def factors(problem, fold, upstream, panel):
-    """[N], such that dz = factors[:, None] * panel for every row; the targets' entries of the panel are written now."""
-    n, (_, columns) = problem.e.shape[0], panel.shape
+def factors(problem, fold, upstream, panel, scaled):
+    """[N], such that dz = factors[:, None] * panel for every row; the targets' entries of the panel are written now.
+
+    Where `scaled` [N, D] is given, it becomes factors[:, None] * e; it may be e.
+    """
+    e, (_, columns) = problem.e, panel.shape
+    n, d = e.shape
     out = torch.empty(n, dtype=torch.float32, device=panel.device)
-    rewrite = dlogits(problem, problem.e, fold, upstream, n, None, panel, needed=fold.overflow)
+    rewrite = dlogits(problem, e, fold, upstream, n, None, panel, needed=fold.overflow)
     rewrite(0, min(columns, problem.c.shape[0]))
     (_, _, outer), flags = logit_arguments(problem)
     rest = upstream.rest
     launch(
-        factor_kernel, cdiv(n, 128), panel.device,
-        problem.targets, fold.nll, fold.m, fold.s, upstream.nll, rest, fold.overflow, panel, out,
-        n, columns, problem.ignore_index, problem.scale / problem.temperature, outer, panel.stride(0),
+        factor_kernel, n, panel.device,
+        problem.targets, fold.nll, fold.m, fold.s, upstream.nll, rest, fold.overflow, panel, out, e, scaled,
+        columns, d, problem.ignore_index, problem.scale / problem.temperature, outer,
+        panel.stride(0), e.stride(0), 0 if scaled is None else scaled.stride(0),
         upstream.nll.stride(0), 0 if rest is None else rest.stride(0),
-        HAS_REST=rest is not None, SOFTCAP=flags["SOFTCAP"], BLOCK=128,
+        HAS_REST=rest is not None, SOFTCAP=flags["SOFTCAP"], BLOCK=row_block(d),
     )  # fmt: skip
     return out
 
 
-def exponentials(problem, count, counted, panel, coefficients):
+def exponentials(problem, count, counted, panel, coefficients, scaled):
     """Fill the panel [N, >= V]. Returns nll, lse and factors, [N]: dz = factors[:, None] * panel.
 
-    With `counted`, of the first `count` rows alone.
+    With `counted`, of the first `count` rows alone. Where `scaled` is given, it becomes factors[:, None] * e.
     """
     n, device = problem.e.shape[0], problem.e.device
     every = torch.full((1,), n, dtype=torch.int32, device=device)
-    overflow = torch.empty_like(every)
+    overflow = torch.zeros_like(every)
     out = fold(problem, None, count if counted else every, False, False, False, panel, overflow, counted)
     rows = torch.arange(n, dtype=torch.int32, device=device)
     out = out._replace(rows=rows, count=every, overflow=overflow)
-    return out.nll, out.lse, factors(problem, out, coefficients.gradients(problem, out.lse), panel)
+    return out.nll, out.lse, factors(problem, out, coefficients.gradients(problem, out.lse), panel, scaled)

@@ -207,7 +207,8 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     def new(*shape, wanted=True, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
 
-    nll, lse, m, s = (new(n) for _ in range(4))
+    nll, lse, s = (new(n) for _ in range(3))
+    m = new(n) if problem.offset is None else problem.offset
     smooth, entropy = new(n, wanted=want_smooth), new(n, wanted=want_entropy)
     prediction = new(n, wanted=want_prediction, dtype=torch.int64)
     if n == 0:
@@ -223,7 +224,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         WANT_ENTROPY=want_entropy, WANT_ARGMAX=want_prediction,
     )  # fmt: skip
     (bias, *scalars), flags = logit_arguments(problem)
-    if relative or linear:
+    if problem.offset is None and (relative or linear):
         # The offset lives in m, which only the merge writes.
         offsets(problem, m, overflow, part_weighted if linear else None)
     dense = 0 if once else configs.DENSE

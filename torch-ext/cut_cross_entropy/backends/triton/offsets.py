@@ -3,40 +3,53 @@
     offset[i]   = z_y, as a product of vectors: what the exponentials of the row are relative to
     weighted[i] = sum_v w_v z_v = e . (sum_v w_v c_v) + sum_v w_v bias_v, without a softcap
 
-Reads the rows of e and as many of c, and for the sums c once more.
+Reads the rows of e and as many of c, and for the sums c once more. A block of listed rows is copied on the way.
 """
 
+from dataclasses import replace
+
+import torch
 import triton
 import triton.language as tl
 
 from .column_sum import column_sum
 from .launch import launch
 from .logits import logit_arguments, scaled
+from .rows import row_block
 
 
-@triton.jit(do_not_specialize=["V", "ignore_index"])
+@triton.jit(do_not_specialize=["V", "first", "ignore_index"])
 def offset_kernel(
-    e, c, bias, targets, offset, overflow, total, weighted, shift,
-    V, D, inner, outer, stride_e, stride_c, ignore_index,
+    e, c, bias, targets, rows, count, out, out_targets, offset, overflow, total, weighted, shift,
+    V, D, first, inner, outer, stride_e, stride_c, stride_out, ignore_index,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """offset = the target's logit, as a product of vectors; +inf, relative to which nothing counts, where ignored.
 
-    weighted = sum_v w_v z_v, from total = sum_v w_v c_v and shift = sum_v w_v bias_v.
+    weighted = sum_v w_v z_v, from total = sum_v w_v c_v and shift = sum_v w_v bias_v. With `rows` of those listed from
+    `first` on, which are copied to `out` with their targets; past the count zeros and ignored targets.
     """
     i_n = tl.program_id(0)
     if overflow is not None:
         tl.store(overflow, 0, mask=i_n == 0)
-    y = tl.load(targets + i_n).to(tl.int64)
+    live, row = i_n >= 0, i_n.to(tl.int64)
+    if rows is not None:
+        live = first + i_n < tl.load(count)
+        row = tl.load(rows + first + i_n).to(tl.int64)
+    y = tl.where(live, tl.load(targets + row).to(tl.int64), ignore_index)
+    if out_targets is not None:
+        tl.store(out_targets + i_n, y)
     valid = (y != ignore_index) & (y >= 0) & (y < V)
     y = tl.where(valid, y, 0)
     b_dot = tl.zeros([BLOCK], dtype=tl.float32)
     b_weighted = tl.zeros([BLOCK], dtype=tl.float32)
     for i_d in range(0, D, BLOCK):
         o_d = i_d + tl.arange(0, BLOCK)
-        b_e = tl.load(e + i_n.to(tl.int64) * stride_e + o_d, mask=(o_d < D) & valid, other=0.0)
+        b_e = tl.load(e + row * stride_e + o_d, mask=(o_d < D) & valid, other=0.0)
         b_c = tl.load(c + y * stride_c + o_d, mask=(o_d < D) & valid, other=0.0)
         b_dot += b_e.to(tl.float32) * b_c.to(tl.float32)
+        if out is not None:
+            tl.store(out + i_n.to(tl.int64) * stride_out + o_d, b_e, mask=o_d < D)
         if total is not None:
             b_weighted += b_e.to(tl.float32) * tl.load(total + o_d, mask=o_d < D, other=0.0)
     if total is not None:
@@ -61,10 +74,27 @@ def _weighted_sums(problem):
 
 def offsets(problem, out, overflow, weighted):
     """Write the offsets [N] and, where these are given, 0 to the int32 [1] `overflow`, sum_v w_v z_v to `weighted`."""
-    e, c = problem.e, problem.c
-    (bias, *scalars), flags = logit_arguments(problem)
     total, shift = (None, None) if weighted is None else _weighted_sums(problem)
+    _offsets(problem, problem.e.shape[0], (None,) * 4, 0, out, overflow, total, weighted, shift)
+
+
+def block(problem, rows, count, i0, i1, buffer):
+    """The problem of the rows listed from i0 to i1, compacted, with their offsets.
+
+    Past the count rows are zero, their targets ignored.
+    """
+    n, device = i1 - i0, problem.e.device
+    e, targets = buffer[:n], torch.empty(n, dtype=torch.int64, device=device)  # any ignore_index fits
+    offset = torch.empty(n, dtype=torch.float32, device=device)
+    _offsets(problem, n, (rows, count, e, targets), i0, offset, None, None, None, None)
+    return replace(problem, e=e, targets=targets, offset=offset)
+
+
+def _offsets(problem, n, listed, first, offset, overflow, total, weighted, shift):
+    e, c, out = problem.e, problem.c, listed[2]
+    (bias, *scalars), flags = logit_arguments(problem)
     launch(
-        offset_kernel, e.shape[0], e.device, e, c, bias, problem.targets, out, overflow, total, weighted, shift,
-        *c.shape, *scalars, e.stride(0), c.stride(0), problem.ignore_index, **flags, BLOCK=1024,
+        offset_kernel, n, e.device, e, c, bias, problem.targets, *listed, offset, overflow, total, weighted, shift,
+        *c.shape, first, *scalars, e.stride(0), c.stride(0), 0 if out is None else out.stride(0), problem.ignore_index,
+        **flags, BLOCK=min(1024, row_block(e.shape[1])),
     )  # fmt: skip

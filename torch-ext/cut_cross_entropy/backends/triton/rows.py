@@ -2,11 +2,9 @@
 
 select   reads targets (4 or 8 N bytes), writes the valid rows in order, from the end the others, and the count of the
          valid ones; one program, in order.
-compact  reads and writes the valid rows of e (2 * itemsize * n * D bytes), and their targets; scaling them, the same.
+compact  reads and writes the valid rows of e (2 * itemsize * n * D bytes).
 expand   reads an fp32 accumulator, writes dE: dE[rows[i]] = accumulator[i] * factor[i] / unit, and 0 past the count.
 """
-
-from dataclasses import replace
 
 import torch
 import triton
@@ -81,20 +79,16 @@ class count_later:
         return int(self.count)
 
 
-def _block(d):
+def row_block(d):
     """Columns that a program of one row takes at a time."""
     return min(4096, triton.next_power_of_2(d))
 
 
-@triton.jit(do_not_specialize=["first", "ignore_index"])
-def compact_kernel(
-    e, targets, rows, count, out, out_targets, D, first, ignore_index, stride_e, stride_out, BLOCK: tl.constexpr
-):  # fmt: skip
+@triton.jit
+def compact_kernel(e, rows, count, out, D, stride_e, stride_out, BLOCK: tl.constexpr):
     i = tl.program_id(0)
-    live = first + i < tl.load(count)
-    row = tl.load(rows + first + i, mask=live, other=0).to(tl.int64)
-    if out_targets is not None:
-        tl.store(out_targets + i, tl.where(live, tl.load(targets + row).to(tl.int64), ignore_index))
+    live = i < tl.load(count)
+    row = tl.load(rows + i, mask=live, other=0).to(tl.int64)
     for i_d in range(0, D, BLOCK):
         o_d = i_d + tl.arange(0, BLOCK)
         b_e = tl.load(e + row * stride_e + o_d, mask=(o_d < D) & live, other=0.0)
@@ -103,13 +97,11 @@ def compact_kernel(
 
 def compact(e, rows, count, live, known, de):
     """The valid rows, contiguous, and zeros past the count: in the storage of dE, which is written at the end."""
-    if known and live == e.shape[0]:
+    n, d = e.shape
+    if known and live == n:
         return e
-    out = torch.empty((live, e.shape[1]), dtype=e.dtype, device=e.device) if de is None else de[:live]
-    launch(
-        compact_kernel, live, e.device, e, None, rows, count, out, None, e.shape[1], 0, 0,
-        e.stride(0), out.stride(0), BLOCK=_block(e.shape[1]),
-    )  # fmt: skip
+    out = torch.empty((live, d), dtype=e.dtype, device=e.device) if de is None else de[:live]
+    launch(compact_kernel, live, e.device, e, rows, count, out, d, e.stride(0), out.stride(0), BLOCK=row_block(d))
     return out
 
 
@@ -117,33 +109,6 @@ def new_rows(e, block, chunk):
     """Two views of one storage: [block, D] in the dtype of e, and [chunk, D] in fp32, at least half as many."""
     wide = torch.empty((chunk, e.shape[1]), dtype=torch.float32, device=e.device)
     return wide.view(-1).view(e.dtype)[: block * e.shape[1]].view(block, e.shape[1]), wide
-
-
-def block(problem, rows, count, i0, i1, buffer):
-    """The problem of the valid rows number i0 to i1, compacted. Past the count rows are zero, their targets ignored."""
-    e, out = problem.e, buffer[: i1 - i0]
-    targets = torch.empty(i1 - i0, dtype=torch.int64, device=e.device)  # any ignore_index fits
-    launch(
-        compact_kernel, i1 - i0, e.device, e, problem.targets, rows, count, out, targets, e.shape[1], i0,
-        problem.ignore_index, e.stride(0), out.stride(0), BLOCK=_block(e.shape[1]),
-    )  # fmt: skip
-    return replace(problem, e=out, targets=targets)
-
-
-@triton.jit
-def scale_rows_kernel(rows, factors, out, D, stride_rows, stride_out, BLOCK: tl.constexpr):
-    i = tl.program_id(0)
-    factor = tl.load(factors + i)
-    for i_d in range(0, D, BLOCK):
-        o_d = i_d + tl.arange(0, BLOCK)
-        b = tl.load(rows + i.to(tl.int64) * stride_rows + o_d, mask=o_d < D, other=0.0).to(tl.float32) * factor
-        tl.store(out + i.to(tl.int64) * stride_out + o_d, b.to(out.dtype.element_ty), mask=o_d < D)
-
-
-def scale_rows(rows, factors, out):
-    """out[i] = factors[i] * rows[i]; out may be rows."""
-    n, d = rows.shape
-    launch(scale_rows_kernel, n, rows.device, rows, factors, out, d, rows.stride(0), out.stride(0), BLOCK=_block(d))
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -187,10 +152,15 @@ def subtract_outer(total, rows, columns, out):
     _expand(total.shape[0], total, None, None, None, None, (rows, columns), 0, out)
 
 
+def scale_rows(rows, factors):
+    """rows[i] *= factors[i], of contiguous rows."""
+    _expand(rows.shape[0], rows, None, None, None, factors, None, 0, rows)
+
+
 def _expand(n, accumulator, rows, count, unit, factors, less, first, out):
     launch(
         expand_kernel, n, out.device, accumulator, rows, count, unit, factors, *(less or (None, None)), out,
-        out.shape[1], first, BLOCK=_block(out.shape[1]),
+        out.shape[1], first, BLOCK=row_block(out.shape[1]),
     )  # fmt: skip
 
 
