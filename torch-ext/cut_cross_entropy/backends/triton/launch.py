@@ -25,7 +25,7 @@ def launch(kernel, programs, device, *args, compiled=None, num_warps=4, num_stag
     launches[name] += 1
     with _on(device):
         if compiled is None:
-            key = (name, device.index, num_warps, num_stages, *constants.values(), *map(_kind, args))
+            key = _key(args, name, device.index, num_warps, num_stages, *constants.values())
             compiled = _compiled.get(key)
         if compiled is None:
             options = dict(num_warps=num_warps, num_stages=num_stages)
@@ -40,15 +40,21 @@ def _on(device):
     return nullcontext() if current else torch.cuda.device(device)
 
 
-def _kind(x):
-    """What a kernel is compiled for: types, and that a number or an address is divisible by 16, or a number is 1."""
-    if x is None:
-        return None
-    kind = type(x)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return x.dtype, x.data_ptr() & 15
-    if kind is int:
-        return x & 15, x == 1, x >> 31
-    if kind is float:
-        return None
-    return x.base.dtype, *x.block_shape
+def _key(args, *rest):
+    """What a kernel is compiled for: types, and that an address or a number is divisible by 16, or a number is 1.
+
+    One flat tuple: it is built and hashed at every launch.
+    """
+    key = [*rest]
+    add = key.append
+    for x in args:
+        kind = type(x)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            add(x.dtype), add(x.data_ptr() & 15)
+        elif kind is int:
+            add(x if x < 2 else 2 + (x & 15) + (x >> 31 << 5))
+        elif x is None or kind is float:
+            add(None)
+        else:
+            add(kind), add(x.base.dtype), key.extend(x.block_shape)
+    return tuple(key)
