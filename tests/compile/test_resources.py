@@ -63,7 +63,8 @@ KERNELS = {
     "fold-store": {"STORE": True},
     "dlogits": {},
     "dlogits-single": {},
-    "hopper_fold": {"STORE": False},
+    "hopper_fold": {"STORE": False, "WARPGROUPS": 2},
+    "hopper_fold-tall": {"WARPGROUPS": 3},
     "hopper_fold-store": {"STORE": True},
     "hopper_online": {},
     "hopper_dlogits": {},
@@ -101,6 +102,8 @@ def every_case():
             case = Case(arch, kernel, options, dtype, d)
             if case.specialised and (arch != 90 or dtype == torch.float32 or d == 127):
                 continue
+            if kernel == "hopper_fold-tall" and options.bias:
+                continue
             online = options.stats or options.smooth and (options.softcap or options.large)
             if kernel == "hopper_online" and not online:
                 continue
@@ -118,6 +121,8 @@ def cases():
         yield Case(90, "hopper_dlogits", options)
     for options in (SMOOTH_LARGE, STATS_LARGE, SMOOTH_SOFTCAP, STATS):
         yield Case(90, "hopper_online", options)
+    for options in (SOFTCAP, LARGE._replace(bias=False), PLAIN):
+        yield Case(90, "hopper_fold-tall", options)
     for options in (BIAS_SOFTCAP, LARGE, PLAIN):
         yield Case(90, "hopper_fold", options)
         yield Case(90, "hopper_fold-store", options)
@@ -153,8 +158,9 @@ def cases():
 CASES = list(every_case() if os.environ.get("CCE_COMPILE_ALL") == "1" else cases())
 
 
-def step(recorder, case, live=256):
-    n, v = 256, 512
+def step(recorder, case, live=None):
+    n, v = 384 if case.kernel.endswith("tall") else 256, 512
+    live = n if live is None else live
     problem = recorder.problem.Problem(
         e=torch.zeros(n, case.d, dtype=case.dtype), c=torch.zeros(v, case.d, dtype=case.dtype),
         targets=torch.zeros(n, dtype=torch.int64), bias=torch.zeros(v) if case.options.bias else None,

@@ -155,8 +155,9 @@ class _Sizes:
         return ids * (self.gpu and self.itemsize < 4 and 1 < blocks <= few and self.v > ids)
 
     def splits(self, n):
-        # Of a device of 132 multiprocessors, a twentieth of a percent of the logits.
-        return 8 * n * max(forward_splits(n, self.v, self.d, block_m=128, block_n=256, processors=132))
+        # Of a device of 132 multiprocessors and the taller or lower tiles, a twentieth of a percent of the logits.
+        found = [forward_splits(n, self.v, self.d, block_m=m, block_n=256, processors=PROCESSORS) for m in (128, 192)]
+        return 8 * n * max(*found[0], *found[1])
 
 
 def _panel_columns(v, widest):

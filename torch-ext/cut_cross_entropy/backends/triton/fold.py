@@ -199,10 +199,13 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     heavy = heavy or not aligned and (online or problem.softcap is not None)
     tile = config.tile("dlogits" if store else "fold", e.dtype, heavy, aligned)
     specialised = configs.specialised(e, c, c if panel is None else panel)
+    # Without a bias, whose columns would not fit into registers, and where few rows of tiles are none.
+    tall = specialised and relative and not store and problem.bias is None and -n % hopper.TALL.BM <= n // 100
+    block_m = hopper.TALL.BM if tall else tile.BM
     # Columns that splits are multiples of: rows that are folded again have to be by the same splits.
     span = hopper.TILE.BN if specialised else tile.BN
     row_blocks, processors = cdiv(n, tile.BM), configs.processors_of(device)
-    splits = forward_splits(n, v, d, block_m=tile.BM, block_n=span, processors=processors)
+    splits = forward_splits(n, v, d, block_m=block_m, block_n=span, processors=processors)
 
     def new(*shape, wanted=True, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
@@ -230,13 +233,13 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     dense = 0 if once else configs.DENSE
 
     def run_specialised():
-        programs = min(row_blocks * splits[0], processors)
+        programs = min(cdiv(n, block_m) * splits[0], processors)
         if relative:
             launch(
                 hopper.fold_kernel, programs, device, *hopper.operands(e, c, panel),
                 *hopper.present(m, bias, problem.targets, count, m, nll, part_m, part_s, overflow),
                 n, v, d, splits[0], most, *scalars,
-                GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,
+                WARPGROUPS=3 if tall else 2, GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,
             )  # fmt: skip
         else:
             parts = (part_m, part_s, part_weighted, part_tilt, part_argmax)

@@ -29,7 +29,7 @@ def load_tiles(ring, e, c, place, GROUP: gl.constexpr):
     step = 0
     for i in range(gl.program_id(0), blocks * columns, gl.num_programs(0)):
         i_m, i_t = grouped(i, blocks, columns, GROUP)
-        step = load(ring, e, c, i_m * BM, i_v0 + i_t * BN, D, step)
+        step = load(ring, e, c, i_m * BM, i_v0 + i_t * BN, D, step, 2)
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def hopper_dlogits_kernel(
     if needed is not None:
         if gl.load(needed) == 0:
             return
-    ring = new_ring(e, c)
+    ring = new_ring(e, c, 2)
     upper = new_buffers(panel)
     lower = new_buffers(panel)
     inputs = (bias, weight, inner, outer, factor)

@@ -7,16 +7,17 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from ..logits import above, grouped, transform
 from ..merge import counted, is_dense, overflows, split_of
 from .pipeline import (
-    BM,
     BN,
-    COLUMN_LAYOUT,
-    QUARTER,
-    ROW_LAYOUT,
+    EIGHTH_LAYOUT,
+    QUARTER_LAYOUT,
     ROWS,
+    TALL_REGISTERS,
+    TALL_WARPS,
     WORKER_REGISTERS,
     WORKER_WARPS,
     load,
     multiply,
+    multiply_tall,
     new_buffers,
     new_ring,
     store,
@@ -24,22 +25,27 @@ from .pipeline import (
 
 
 @gluon.jit
-def load_tiles(ring, e, c, place, GROUP: gl.constexpr):
+def load_tiles(WARPGROUPS: gl.constexpr, ring, e, c, place, GROUP: gl.constexpr):
     blocks, splits, N, V, D = place
     step = 0
     for i in range(gl.program_id(0), blocks * splits, gl.num_programs(0)):
         i_m, i_s = grouped(i, blocks, splits, GROUP)
         first, last = split_of(i_s, splits, V, BN)
         for i_t in range(first, last):
-            step = load(ring, e, c, i_m * BM, i_t * BN, D, step)
+            step = load(ring, e, c, i_m * WARPGROUPS * ROWS, i_t * BN, D, step, WARPGROUPS)
 
 
 @gluon.jit
-def fold_half(
-    HALF: gl.constexpr, ring, buffers, inputs, results, place, GROUP: gl.constexpr,
+def fold_rows(
+    WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, ring, buffers, inputs, results, place, GROUP: gl.constexpr,
     HAS_BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    """s = sum_{v != y} 2^(z_v - k) and z_y for one half of the rows. With STORE the terms go to the panel."""
+    """s = sum_{v != y} 2^(z_v - k) and z_y for the rows of one warpgroup. With STORE the terms go to the panel."""
+    PIECES: gl.constexpr = 4 if WARPGROUPS == 2 else 8
+    WIDTH: gl.constexpr = BN // PIECES
+    layout: gl.constexpr = QUARTER_LAYOUT if WARPGROUPS == 2 else EIGHTH_LAYOUT
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
     bias, targets, offset, inner, outer = inputs
     target_logit, part_m, part_s, panel, overflow = results
     blocks, splits, N, V, D = place
@@ -47,26 +53,29 @@ def fold_half(
     for i in range(gl.program_id(0), blocks * splits, gl.num_programs(0)):
         i_m, i_s = grouped(i, blocks, splits, GROUP)
         first, last = split_of(i_s, splits, V, BN)
-        i_m = i_m * BM + HALF * ROWS
-        o_m = i_m + gl.arange(0, ROWS, ROW_LAYOUT)
+        i_m = (i_m * WARPGROUPS + WARPGROUP) * ROWS
+        o_m = i_m + gl.arange(0, ROWS, rows)
         m_m = o_m < N
         k = gl.load(offset + o_m, mask=m_m, other=float("inf"))
         y = gl.load(targets + o_m, mask=m_m, other=-1).to(gl.int32)
-        s = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
-        py = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+        s = gl.zeros([ROWS], gl.float32, rows)
+        py = gl.zeros([ROWS], gl.float32, rows)
         for i_t in range(first, last):
             i_v = i_t * BN
             masked = (i_v + BN > V).to(gl.int32) + gl.max(((y >= i_v) & (y < i_v + BN)).to(gl.int32))
-            dots, step = multiply(ring, D, step, HALF)
-            for q in gl.static_range(4):
-                o_v = i_v + q * QUARTER + gl.arange(0, QUARTER, COLUMN_LAYOUT)
+            if WARPGROUPS == 2:
+                dots, step = multiply(ring, D, step, WARPGROUP)
+            else:
+                dots, step = multiply_tall(ring, D, step, WARPGROUP)
+            for q in gl.static_range(PIECES):
+                o_v = i_v + q * WIDTH + gl.arange(0, WIDTH, columns)
                 x, unit = transform(dots[q], bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
                 p = gl.exp2(above(x, unit, k))
                 if STORE:
                     stored = p
                     if SOFTCAP > 0:
                         stored = p * (1.0 - x * x)
-                    store(panel, i_m, i_v + q * QUARTER, buffers.index(q % 2), stored)
+                    store(panel, i_m, i_v + q * WIDTH, buffers.index(q % 2), stored)
                 if masked > 0:
                     hit = o_v[None, :] == y[:, None]
                     py += gl.sum(gl.where(hit, p, 0.0), 1)
@@ -86,16 +95,16 @@ def fold_half(
 def hopper_fold_kernel(
     e, c, panel, bias, targets, count, offset, target_logit, part_m, part_s, overflow,
     N, V, D, splits, most, inner, outer,
-    GROUP: gl.constexpr, DENSE: gl.constexpr, COUNTED: gl.constexpr,
+    WARPGROUPS: gl.constexpr, GROUP: gl.constexpr, DENSE: gl.constexpr, COUNTED: gl.constexpr,
     HAS_BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """One program per multiprocessor walks over pairs of a row block and a split."""
     if not is_dense(count, N, DENSE):
         return
-    blocks = gl.cdiv(N, BM)
+    blocks = gl.cdiv(N, WARPGROUPS * ROWS)
     if COUNTED:
-        blocks, splits = counted(count, N, splits, most, BM)
-    ring = new_ring(e, c)
+        blocks, splits = counted(count, N, splits, most, WARPGROUPS * ROWS)
+    ring = new_ring(e, c, WARPGROUPS)
     if STORE:
         upper = new_buffers(panel)
         lower = new_buffers(panel)
@@ -106,12 +115,24 @@ def hopper_fold_kernel(
     inputs = (bias, targets, offset, inner, outer)
     results = (target_logit, part_m, part_s, panel, overflow)
     place = (blocks, splits, N, V, D)
-    gl.warp_specialize(
-        [
-            (fold_half, (0, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
-            (fold_half, (1, ring, lower, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
-            (load_tiles, (ring, e, c, place, GROUP)),
-        ],
-        WORKER_WARPS,
-        WORKER_REGISTERS,
-    )
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (fold_rows, (0, WARPGROUPS, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (fold_rows, (1, WARPGROUPS, ring, lower, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (load_tiles, (WARPGROUPS, ring, e, c, place, GROUP)),
+            ],
+            WORKER_WARPS,
+            WORKER_REGISTERS,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (fold_rows, (0, WARPGROUPS, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (fold_rows, (1, WARPGROUPS, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (fold_rows, (2, WARPGROUPS, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (load_tiles, (WARPGROUPS, ring, e, c, place, GROUP)),
+            ],
+            TALL_WARPS,
+            TALL_REGISTERS,
+        )

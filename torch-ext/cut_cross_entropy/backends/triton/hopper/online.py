@@ -75,7 +75,7 @@ def hopper_online_kernel(
     """One program per multiprocessor walks over pairs of a row block and a split."""
     if not is_dense(count, N, DENSE):
         return
-    ring = new_ring(e, c)
+    ring = new_ring(e, c, 2)
     inputs = (bias, weight, targets, inner, outer)
     results = (target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax)
     place = (gl.cdiv(N, BM), splits, N, V, D)
@@ -89,7 +89,7 @@ def hopper_online_kernel(
                 1, ring, inputs, results, place, GROUP,
                 HAS_BIAS, SOFTCAP, HAS_WEIGHT, WANT_SMOOTH, WANT_ENTROPY, WANT_ARGMAX,
             )),
-            (load_tiles, (ring, e, c, place, GROUP)),
+            (load_tiles, (2, ring, e, c, place, GROUP)),
         ],
         WORKER_WARPS,
         WORKER_REGISTERS,
