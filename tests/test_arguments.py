@@ -96,6 +96,7 @@ def test_devices_that_differ(cce, name):
         (r"num_items.*mean.*sum", {"num_items": 3, "reduction": "sum"}),
         (r"num_items.*mean.*none", {"num_items": torch.tensor(3), "reduction": "none"}),
         (r"num_items.*\(2,\).*number", {"num_items": torch.ones(2)}),
+        (r"num_items.*gradient.*detach", {"num_items": torch.tensor(3.0, requires_grad=True)}),
         (r"token_weight.*gradient.*detach", {"token_weight": torch.ones(N, requires_grad=True)}),
         (r"weight.*gradient.*detach", {"weight": torch.ones(V, requires_grad=True)}),
         (r"logit_scale.*tensor", {"logit_scale": torch.tensor(2.0)}),

@@ -87,7 +87,8 @@ def linear_cross_entropy(
         label_smoothing: eps above, in [0, 1].
         z_loss: factor of lse^2 (PaLM, arXiv 2204.02311).
         token_weight: weight of each token, in the shape of targets (it gets no gradient; it shifts with them).
-        num_items: the mean's divisor, a number or a 0-d tensor: tokens of the whole step under gradient accumulation.
+        num_items: the mean's divisor, a number or a 0-d tensor (it gets no gradient): tokens of the whole step under
+            gradient accumulation.
         temperature: divides the logits after softcap.
         vocab_size: number of real classes where the last rows of c are padding; those have no probability and get
             zero gradient.
@@ -119,10 +120,9 @@ def linear_cross_entropy(
                 f"token_weight: got shape {tuple(token_weight.shape)}, "
                 f"accepted is that of targets, {tuple(targets.shape)}"
             )
-        if token_weight.requires_grad:
-            raise ValueError("token_weight: requires a gradient, which is not defined here; pass token_weight.detach()")
-    if weight is not None and weight.requires_grad:
-        raise ValueError("weight: requires a gradient, which is not defined here; pass weight.detach()")
+    for name, t in (("weight", weight), ("token_weight", token_weight), ("num_items", num_items)):
+        if isinstance(t, Tensor) and t.requires_grad:
+            raise ValueError(f"{name}: requires a gradient, which is not defined here; pass {name}.detach()")
 
     flat = _Flat(e, c, targets, bias, weight, ignore_index, softcap, shift, logit_scale, temperature, vocab_size)
     mean = reduction == "mean"
