@@ -196,7 +196,7 @@ def test_auto_is_the_faster_one(cce, size, dtype):
     chosen = set()
     for budget in BUDGETS:
         auto, *plans = (
-            planned(cce, *size, dtype, workspace=budget, kept=0, scalar=True, schedule=schedule)
+            planned(cce, *size, dtype, workspace=budget, scalar=True, schedule=schedule)
             for schedule in ("auto", "recompute", "single_pass")
         )
         if auto is None:

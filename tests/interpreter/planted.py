@@ -218,7 +218,7 @@ FAULTS = {
         RECOMPUTE, [("((v0, cut), (cut, v1)) if a < b]", "((v0, cut),)]")], plain
     ),
     "ignored rows of dE left unwritten": Fault(
-        ROWS, [("_expand(de.shape[0], accumulator", "_expand(live, accumulator")], plain
+        ROWS, [("_expand(de.shape[0], accumulator, de", "_expand(live, accumulator, de")], plain
     ),
     "mean of chunk means": Fault(
         FUNCTIONAL,

@@ -225,10 +225,11 @@ def _recompute(s: _Sizes, budget, kept):
             per_column = max(_bytes(_panel_parts(s, 1, kept), "backward") - held, 1)
             widest = (budget - held) // per_column // PANEL_STEP * PANEL_STEP
             width, panels = _panel_columns(rest, max(widest, PANEL_STEP if s.gpu else TILE_COLUMNS))
-        time += _product(s, rows, epilogue=110) * rest / s.v + _product(s, rows) * (s.need_de + s.need_dc)
+        waves = _waves(rows, s.d) if kept else 1
+        time += _product(s, rows, epilogue=110) * rest / s.v + _product(s, rows) * (s.need_de * waves + s.need_dc)
         time += panels * (PANEL + 8 * rows * s.d * s.need_de / SUM_RATE)
-        # Rows of e and of dE are scaled.
-        time += (kept > 0) * (PANEL + 14 * rows * s.d / PASS_RATE)
+        # What is kept is a block of all tokens; rows of e and of dE are scaled besides.
+        time += (kept > 0) * (BLOCK + 14 * rows * s.d / PASS_RATE)
     flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.d * (s.v * (s.need_de + s.need_dc) + (s.v - kept) * s.backward)
     parts = MappingProxyType(_panel_parts(s, width, kept))
     return Plan("recompute", width, panels, s.valid, 1, s.valid, kept, parts, flops, _milliseconds(s, time))
@@ -299,6 +300,7 @@ def _waves(rows, d):
 
     cuBLAS chooses among tile shapes, and divides the inner dimension (here the vocabulary) where tiles are few.
     """
+    rows, d = max(rows, 1), max(d, 1)
     tiles = [math.ceil(rows / bm) * math.ceil(d / bn) for bm, bn in ((128, 256), (256, 128), (128, 192), (192, 128))]
     parts = [k * t for t in tiles for k in (1, 2, 3, 4) if k == 1 or k * t <= 3 * PROCESSORS]
     return min(math.ceil(t / PROCESSORS) * PROCESSORS / t for t in parts)
@@ -340,9 +342,9 @@ def plan(
             may also take what it needs for blocks of 512 tokens, up to a sixth of what materialized fp32 logits take;
             asked for by name, it may on any device take what it needs at least.
         kept: classes whose exponentials the forward of `recompute` leaves for the backward, which then need not rebuild
-            their logits. By default as many as pay within a `workspace` that the call names, and none without one, for
-            a loss that ``single_pass`` may serve, with float16 or plain torch operations. Give 0 for calls that cannot
-            keep any: compiled ones, and those with label smoothing, entropy or prediction.
+            their logits. By default as many as pay within a `workspace` that the call names, and none without one, with
+            float16 or plain torch operations. Give 0 for calls that cannot keep any: compiled ones, and those with
+            label smoothing, entropy or prediction.
         schedule: ``"auto"`` (the one of least predicted time within the budget; with plain torch operations
             `single_pass` where it fits), ``"recompute"`` or ``"single_pass"``.
         scalar: whether the call is one that ``single_pass`` can serve: a mean or sum of bfloat16 or float32
@@ -367,8 +369,8 @@ def plan(
     if schedule == "single_pass" and not scalar:
         raise ValueError("schedule: 'single_pass' needs a scalar loss with gradients; see plan(scalar=...)")
     plans, fitting = [], []
-    if workspace is None or (scalar and schedule == "auto"):
-        kept = 0  # for a scalar loss `single_pass` makes the same products, and fewer passes besides
+    if workspace is None:
+        kept = 0
     for name_of, plan_of in (("single_pass", _single_pass), ("recompute", functools.partial(_recompute, kept=kept))):
         if schedule in ("auto", name_of) and (scalar or name_of == "recompute"):
             budget = _default_budget(s, name_of) if workspace is None else workspace

@@ -139,25 +139,25 @@ def expand(accumulator, rows, count, live, known, unit, de):
     if known and live == de.shape[0] and unit is None:
         de.copy_(accumulator)
     else:
-        _expand(de.shape[0], accumulator, rows, count, unit, None, None, 0, de)
+        _expand(de.shape[0], accumulator, de, rows, count, unit=unit)
 
 
 def expand_block(accumulator, rows, count, first, factors, de, less=None):
     """dE[rows[first + i]] = accumulator[i] * factors[i] - less[0][i] * less[1], rounded once, and 0 past the count."""
-    _expand(accumulator.shape[0], accumulator, rows, count, None, factors, less, first, de)
+    _expand(accumulator.shape[0], accumulator, de, rows, count, factors=factors, less=less, first=first)
 
 
 def subtract_outer(total, rows, columns, out):
     """out = total - rows[:, None] * columns, in fp32 and rounded once; out may be total."""
-    _expand(total.shape[0], total, None, None, None, None, (rows, columns), 0, out)
+    _expand(total.shape[0], total, out, less=(rows, columns))
 
 
 def scale_rows(rows, factors):
     """rows[i] *= factors[i], of contiguous rows."""
-    _expand(rows.shape[0], rows, None, None, None, factors, None, 0, rows)
+    _expand(rows.shape[0], rows, rows, factors=factors)
 
 
-def _expand(n, accumulator, rows, count, unit, factors, less, first, out):
+def _expand(n, accumulator, out, rows=None, count=None, *, unit=None, factors=None, less=None, first=0):
     launch(
         expand_kernel, n, out.device, accumulator, rows, count, unit, factors, *(less or (None, None)), out,
         out.shape[1], first, BLOCK=row_block(out.shape[1]),
