@@ -91,7 +91,7 @@ class Recorder:
         self._begin(row, live, specialised)
         coefficients, gradients = [torch.ones(problem.e.shape[0])] * 3, self._gradients_of(problem)
         self.single_pass.loss_and_gradients(self.backend, problem, *coefficients, False, gradients, None, "single_pass")
-        self.backend.scale(torch.ones(()), gradients.de, gradients.dc)
+        self.backend.scale(torch.ones(()), gradients.de, gradients.dc, gradients.dbias)
         return self._by_name()
 
     def _gradients_of(self, problem):

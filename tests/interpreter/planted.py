@@ -257,7 +257,7 @@ FAULTS = {
         EXPONENTIALS, [("b_rest * exp(-b_loss)", "b_rest * 0.0")], swept_penalized
     ),
     "an overflow that nobody notices": Fault(
-        FOLD, [("mask=m_m & b_over", "mask=m_m & b_over & (o_m < 0)")], swept_past_the_count
+        FOLD, [("m_m & overflows(b_m, b_s))", "m_m & overflows(b_m, b_s) & (o_m < 0))")], swept_past_the_count
     ),
     "rows past the count have probabilities": Fault(
         MERGE, [('tl.where(valid, b_m, float("inf"))', "tl.where(valid, b_m, 0.0)")], swept_past_the_count

@@ -323,7 +323,7 @@ class _EagerSinglePass(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = scaled(e, c, bias, *_filled(e, gradients, (e.dtype,) * 3), upstream)
         else:
-            backend_of(e.device).scale(upstream, *(t for t in gradients if t is not None))
+            backend_of(e.device).scale(upstream, *gradients)
         return _of_inputs(ctx, gradients)
 
 

@@ -44,6 +44,8 @@ CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
 # dC summed over a few blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets;
 # over more blocks all of it is kept in fp32. At this many its error is 3e-3; with 16-bit logits it is 4 to 6e-3.
 FEW_BLOCKS, FREQUENT = 18, 256
+# Tiles of cuBLAS's products, and how much longer a product of them alone takes.
+GEMM_TILES = {(128, 256): 1.0, (144, 256): 1.0, (128, 192): 1.04}
 # Numbers of kept columns that are weighed, as shares of the vocabulary; bytes a second of a pass over memory.
 KEPT_SHARES, PASS_RATE = 16, 4e12
 
@@ -118,9 +120,11 @@ def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, proces
     return every, min(tiles, max(every, min(-(-16 * processors // row_blocks), v // 1024)))
 
 
-def frequent_ids(blocks):
-    """The more often a row is rounded, the fewer rows may be."""
-    return FREQUENT << 2 * (blocks > 2) + (blocks > 4) + (blocks > 16)
+def frequent_ids(n, blocks):
+    """The more often a row is rounded, and the fewer tokens its class has, the fewer rows may be (docs/numerics.md)."""
+    if blocks <= 2 or 512 * blocks**2 <= n:
+        return FREQUENT
+    return FREQUENT << 3 + (blocks > 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ class _Sizes:
     def frequent(self, blocks):
         """Ids whose rows of dC are summed in fp32 where the others are rounded after each block; 0 where none are."""
         few = min(max(6, int(1.13 * self.n**0.25)), FEW_BLOCKS)
-        ids = frequent_ids(blocks)
+        ids = frequent_ids(self.n, blocks)
         return ids * (self.gpu and self.itemsize < 4 and 1 < blocks <= few and self.v > ids)
 
     def splits(self, n):
@@ -300,10 +304,13 @@ def _waves(rows, d):
 
     cuBLAS chooses among tile shapes, and divides the inner dimension (here the vocabulary) where tiles are few.
     """
-    rows, d = max(rows, 1), max(d, 1)
-    tiles = [math.ceil(rows / bm) * math.ceil(d / bn) for bm, bn in ((128, 256), (256, 128), (128, 192), (192, 128))]
-    parts = [k * t for t in tiles for k in (1, 2, 3, 4) if k == 1 or k * t <= 3 * PROCESSORS]
-    return min(math.ceil(t / PROCESSORS) * PROCESSORS / t for t in parts)
+    rows, d, found = max(rows, 1), max(d, 1), []
+    for tile, longer in GEMM_TILES.items():
+        for bm, bn in (tile, tile[::-1]):
+            tiles = math.ceil(rows / bm) * math.ceil(d / bn)
+            parts = [k * tiles for k in (1, 2, 3, 4) if k == 1 or k * tiles <= 3 * PROCESSORS]
+            found += [longer * math.ceil(t / PROCESSORS) * PROCESSORS / t for t in parts]
+    return min(found)
 
 
 def _milliseconds(s: _Sizes, seconds):

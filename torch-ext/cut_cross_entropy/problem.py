@@ -44,7 +44,7 @@ class Fold(NamedTuple):
     rows: Tensor  # int32 [N], the valid rows in order, then the others
     count: Tensor  # int32 [1], how many there are
     kept: Optional[Tensor] = None  # [N, columns] exponentials of the first classes, relative to m
-    overflow: Optional[Tensor] = None  # int32 [1], with kept: 1 where an exponential left its range
+    overflow: Optional[Tensor] = None  # int32 [1], 1 where an exponential left its range: kept is then not to be used
 
 
 class Gradients(NamedTuple):

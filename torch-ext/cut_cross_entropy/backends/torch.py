@@ -340,11 +340,11 @@ def subtract_outer(total, rows, columns, out):
 
 
 def scale(upstream, *gradients):
-    """Multiply the gradients by a 0-d upstream gradient, in place. A gradient of 0, as of an ignored row, stays 0."""
+    """Multiply gradients, or None, by a 0-d upstream gradient, in place. One of 0, as of an ignored row, stays 0."""
     factor = float(upstream)
     if factor == 1.0:
         return
-    for gradient in gradients:
+    for gradient in (g for g in gradients if g is not None):
         zero = None if math.isfinite(factor) else gradient == 0
         gradient.mul_(factor)
         if zero is not None:

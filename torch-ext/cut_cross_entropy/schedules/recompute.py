@@ -27,8 +27,7 @@ def forward(backend, problem, want_smooth=False, want_entropy=False, want_predic
     if not keep or not backend.reads_count(problem):
         return backend.fold(problem, rows, count, *wanted)
     kept = backend.new_panel(problem.e, problem.e.shape[0], 64 * math.ceil(keep / 64))
-    overflow = torch.zeros_like(count)
-    return backend.fold(problem, rows, count, *wanted, kept, overflow)._replace(kept=kept, overflow=overflow)
+    return backend.fold(problem, rows, count, *wanted, kept)
 
 
 def planned(backend, e, v, needs, workspace, **rows):

@@ -135,7 +135,7 @@ class _Sum:
         if "forward:fp32 dC" in plan.parts:
             self.total = new((v, d))
         elif "forward:fp32 dC of frequent ids" in plan.parts:
-            self.ids = _frequent(problem, frequent_ids(plan.blocks))
+            self.ids = _frequent(problem, frequent_ids(problem.e.shape[0], plan.blocks))
             self.frequent = new((len(self.ids), d))
 
     def add(self, x, scaled, first):

@@ -101,8 +101,7 @@ def exponentials(problem, count, counted, panel, coefficients, scaled):
     """
     n, device = problem.e.shape[0], problem.e.device
     every = torch.full((1,), n, dtype=torch.int32, device=device)
-    overflow = torch.zeros_like(every)
-    out = fold(problem, None, count if counted else every, False, False, False, panel, overflow, counted)
+    out = fold(problem, None, count if counted else every, False, False, False, panel, counted)
     rows = torch.arange(n, dtype=torch.int32, device=device)
-    out = out._replace(rows=rows, count=every, overflow=overflow)
+    out = out._replace(rows=rows, count=every)
     return out.nll, out.lse, factors(problem, out, coefficients.gradients(problem, out.lse), panel, scaled)

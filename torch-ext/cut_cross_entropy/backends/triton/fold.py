@@ -108,7 +108,8 @@ def fold_kernel(
     offset,  # [N], with RELATIVE
     target_logit,  # [N]
     part_m, part_s, part_weighted, part_tilt, part_argmax,  # [splits, N] each
-    panel, overflow,  # with STORE: a descriptor of [N, V], int32 [1]
+    panel,  # with STORE: a descriptor of [N, V]
+    overflow,  # int32 [1]: whether a row is to be folded again
     N, V, D, splits, most, columns, inner, outer,
     stride_e, stride_c, stride_panel,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
@@ -121,6 +122,9 @@ def fold_kernel(
     # Of the two launches, over all rows and over the list of valid ones, one does the work.
     if is_dense(count, N, DENSE) == LISTED:
         return
+    if RETRY:
+        if tl.load(overflow) == 0:
+            return
     live, blocks = tl.minimum(tl.load(count), N), tl.cdiv(N, BM)
     if COUNTED:
         blocks, splits = counted(count, N, splits, most, BM)
@@ -153,9 +157,7 @@ def fold_kernel(
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION, FLATTEN, HAS_BIAS, SOFTCAP,
             STORE, PANEL_DESCRIPTOR,
         )  # fmt: skip
-        if STORE:
-            b_over = overflows(b_m, b_s)
-            tl.store(overflow + 0 * o_m, 1, mask=m_m & b_over)
+        tl.store(overflow + 0 * o_m, 1, mask=m_m & overflows(b_m, b_s))
     else:
         if RETRY:
             b_m = tl.load(part_m + o_part, mask=m_m, other=0.0)
@@ -178,12 +180,11 @@ def fold_kernel(
     tl.store(target_logit + o_m, b_target, mask=m_target)
 
 
-def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, overflow=None, counted=False):
+def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, counted=False):
     """Fold the logits of the `count` rows listed; where `rows` is None, of every row, or with `counted` of so many.
 
-    With a `panel` of the first classes panel[i, v] = 2^(z_v - m), if the fold runs over all rows (`covers`), and the
-    int32 [1] `overflow` becomes 1 where that would leave its range: the panel is then not to be used, while everything
-    returned is right.
+    With a `panel` of the first classes panel[i, v] = 2^(z_v - m), if the fold runs over all rows (`covers`). It is not
+    to be used where `overflow` is 1 afterwards; everything else that is returned is right then too.
     """
     e, c = problem.e, problem.c
     (n, d), v, device = e.shape, c.shape[0], e.device
@@ -215,7 +216,8 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     smooth, entropy = new(n, wanted=want_smooth), new(n, wanted=want_entropy)
     prediction = new(n, wanted=want_prediction, dtype=torch.int64)
     if n == 0:
-        return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)
+        return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count, panel)
+    overflow = torch.zeros(1, dtype=torch.int32, device=device) if relative else None
     most = max(splits)
     part_m, part_s = new(2, most, n).unbind()
     part_weighted = new(1 if linear else most, n, wanted=want_smooth)
@@ -229,7 +231,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     (bias, *scalars), flags = logit_arguments(problem)
     if problem.offset is None and (relative or linear):
         # The offset lives in m, which only the merge writes.
-        offsets(problem, m, overflow, part_weighted if linear else None)
+        offsets(problem, m, part_weighted if linear else None)
     dense = 0 if once else configs.DENSE
 
     def run_specialised():
@@ -259,7 +261,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
             fold_kernel, row_blocks * splits[listed], device,
             e_operand, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
-            panel_operand, overflow if relative else None,
+            panel_operand, overflow if relative or retry else None,
             n, v, d, splits[listed], most, min(v, panel.shape[1]) if store else 0, *scalars,
             e.stride(0), c.stride(0), panel.stride(0) if store else 0,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, SPAN=span, GROUP=configs.GROUP,
@@ -286,7 +288,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         **wants | dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth), LINEAR=linear, DENSE=dense, COUNTED=counted,
         BM=tile.BM, BLOCK=128,
     )  # fmt: skip
-    return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count)
+    return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count, panel, overflow)
 
 
 def covers(live, n):

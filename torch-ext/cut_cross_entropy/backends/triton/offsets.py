@@ -20,7 +20,7 @@ from .rows import row_block
 
 @triton.jit(do_not_specialize=["V", "first", "ignore_index"])
 def offset_kernel(
-    e, c, bias, targets, rows, count, out, out_targets, offset, overflow, total, weighted, shift,
+    e, c, bias, targets, rows, count, out, out_targets, offset, total, weighted, shift,
     V, D, first, inner, outer, stride_e, stride_c, stride_out, ignore_index,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -30,8 +30,6 @@ def offset_kernel(
     `first` on, which are copied to `out` with their targets; past the count zeros and ignored targets.
     """
     i_n = tl.program_id(0)
-    if overflow is not None:
-        tl.store(overflow, 0, mask=i_n == 0)
     live, row = i_n >= 0, i_n.to(tl.int64)
     if rows is not None:
         live = first + i_n < tl.load(count)
@@ -72,10 +70,10 @@ def _weighted_sums(problem):
     return column_sum(problem.c, weight), shift
 
 
-def offsets(problem, out, overflow, weighted):
-    """Write the offsets [N] and, where these are given, 0 to the int32 [1] `overflow`, sum_v w_v z_v to `weighted`."""
+def offsets(problem, out, weighted):
+    """Write the offsets [N] and, where that is given, sum_v w_v z_v to `weighted`."""
     total, shift = (None, None) if weighted is None else _weighted_sums(problem)
-    _offsets(problem, problem.e.shape[0], (None,) * 4, 0, out, overflow, total, weighted, shift)
+    _offsets(problem, problem.e.shape[0], (None,) * 4, 0, out, total, weighted, shift)
 
 
 def block(problem, rows, count, i0, i1, buffer):
@@ -86,15 +84,15 @@ def block(problem, rows, count, i0, i1, buffer):
     n, device = i1 - i0, problem.e.device
     e, targets = buffer[:n], torch.empty(n, dtype=torch.int64, device=device)  # any ignore_index fits
     offset = torch.empty(n, dtype=torch.float32, device=device)
-    _offsets(problem, n, (rows, count, e, targets), i0, offset, None, None, None, None)
+    _offsets(problem, n, (rows, count, e, targets), i0, offset, None, None, None)
     return replace(problem, e=e, targets=targets, offset=offset)
 
 
-def _offsets(problem, n, listed, first, offset, overflow, total, weighted, shift):
+def _offsets(problem, n, listed, first, offset, total, weighted, shift):
     e, c, out = problem.e, problem.c, listed[2]
     (bias, *scalars), flags = logit_arguments(problem)
     launch(
-        offset_kernel, n, e.device, e, c, bias, problem.targets, *listed, offset, overflow, total, weighted, shift,
+        offset_kernel, n, e.device, e, c, bias, problem.targets, *listed, offset, total, weighted, shift,
         *c.shape, first, *scalars, e.stride(0), c.stride(0), 0 if out is None else out.stride(0), problem.ignore_index,
         **flags, BLOCK=min(1024, row_block(e.shape[1])),
     )  # fmt: skip

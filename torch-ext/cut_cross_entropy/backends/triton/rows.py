@@ -165,25 +165,34 @@ def _expand(n, accumulator, out, rows=None, count=None, *, unit=None, factors=No
 
 
 @triton.jit
-def scale_kernel(upstream, gradient, SIZE, BLOCK: tl.constexpr):
+def _scale(gradient, size, factor, BLOCK: tl.constexpr):
+    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0).to(tl.int64) * BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        b = tl.load(gradient + o, mask=o < size, other=0.0).to(tl.float32)
+        b = tl.where(b == 0.0, 0.0, b * factor)
+        tl.store(gradient + o, b.to(gradient.dtype.element_ty), mask=o < size)
+
+
+@triton.jit
+def scale_kernel(upstream, de, dc, dbias, size_e, size_c, size_bias, BLOCK: tl.constexpr):
     factor = tl.load(upstream)
     if factor == 1.0:
         return
-    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, SIZE, tl.num_programs(0).to(tl.int64) * BLOCK):
-        o = i + tl.arange(0, BLOCK)
-        b = tl.load(gradient + o, mask=o < SIZE, other=0.0).to(tl.float32)
-        b = tl.where(b == 0.0, 0.0, b * factor)
-        tl.store(gradient + o, b.to(gradient.dtype.element_ty), mask=o < SIZE)
+    if de is not None:
+        _scale(de, size_e, factor, BLOCK)
+    if dc is not None:
+        _scale(dc, size_c, factor, BLOCK)
+    if dbias is not None:
+        _scale(dbias, size_bias, factor, BLOCK)
 
 
-def scale(upstream, *gradients):
-    """Multiply contiguous gradients by a 0-d upstream gradient, in place. One of 1 costs no traffic and no wait.
+def scale(upstream, de, dc, dbias):
+    """Multiply contiguous gradients, or None, by a 0-d upstream gradient, in place.
 
-    A gradient of 0, as of an ignored row, stays 0 whatever the upstream.
+    An upstream of 1 costs no traffic and no wait. A gradient of 0, as of an ignored row, stays 0 whatever the upstream.
     """
-    upstream = upstream.float()
-    for gradient in gradients:
-        programs = min(8 * configs.processors_of(gradient.device), cdiv(gradient.numel(), 4096))
-        if programs:
-            sizes = dict(BLOCK=4096, num_warps=8)
-            launch(scale_kernel, programs, gradient.device, upstream, gradient, gradient.numel(), **sizes)
+    gradients, device = (de, dc, dbias), upstream.device
+    sizes = [0 if gradient is None else gradient.numel() for gradient in gradients]
+    programs = min(8 * configs.processors_of(device), cdiv(max(sizes), 4096))
+    if programs:
+        launch(scale_kernel, programs, device, upstream.float(), *gradients, *sizes, BLOCK=4096, num_warps=8)

@@ -85,8 +85,7 @@ def fold_rows(
         gl.store(part_m + o_part, k, mask=m_m)
         gl.store(part_s + o_part, s, mask=m_m)
         gl.store(target_logit + o_m, k + gl.log2(py), mask=m_m & (y >= first * BN) & (y < last * BN))
-        if STORE:
-            gl.store(overflow + 0 * o_m, 1, mask=m_m & overflows(k, s))
+        gl.store(overflow + 0 * o_m, 1, mask=m_m & overflows(k, s))
     if STORE:
         tma.store_wait(0)
 
