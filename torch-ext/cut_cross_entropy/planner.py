@@ -44,8 +44,8 @@ CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
 # dC summed over a few blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets;
 # over more blocks all of it is kept in fp32. At this many its error is 3e-3; with 16-bit logits it is 4 to 6e-3.
 FEW_BLOCKS, FREQUENT = 18, 256
-# Tiles of cuBLAS's products, and how much longer a product of them alone takes.
-GEMM_TILES = {(128, 256): 1.0, (144, 256): 1.0, (128, 192): 1.04}
+# Tiles of cuBLAS's products, and how much longer a product of them alone takes; or with its inner dimension divided.
+GEMM_TILES, DIVIDED = {(128, 256): 1.0, (128, 192): 1.04}, 1.02
 # Numbers of kept columns that are weighed, as shares of the vocabulary; bytes a second of a pass over memory.
 KEPT_SHARES, PASS_RATE = 16, 4e12
 
@@ -308,8 +308,10 @@ def _waves(rows, d):
     for tile, longer in GEMM_TILES.items():
         for bm, bn in (tile, tile[::-1]):
             tiles = math.ceil(rows / bm) * math.ceil(d / bn)
-            parts = [k * tiles for k in (1, 2, 3, 4) if k == 1 or k * tiles <= 3 * PROCESSORS]
-            found += [longer * math.ceil(t / PROCESSORS) * PROCESSORS / t for t in parts]
+            for k in (1, 2, 3, 4):
+                if k == 1 or k * tiles <= 3 * PROCESSORS:
+                    full = math.ceil(k * tiles / PROCESSORS) * PROCESSORS / (k * tiles)
+                    found.append(full * longer * (DIVIDED if k > 1 else 1.0))
     return min(found)
 
 

@@ -123,7 +123,7 @@ def _fold(problem, want_smooth, want_entropy, want_prediction):
     """The fields of `Fold` for few rows, all of them valid."""
     e, v, y = problem.e, problem.c.shape[0], problem.targets.long()
     m = e.new_full(y.shape, -torch.inf)
-    s, z_y, tilt, weighted = (torch.zeros_like(m) for _ in range(4))
+    s, z_y, pz, weighted = (torch.zeros_like(m) for _ in range(4))
     total, argmax = m.new_zeros(()), torch.zeros_like(y)
     # The entropy needs p and log p: two tiles, or two halves.
     columns = min(v, COLUMNS // 2 if want_entropy else COLUMNS)
@@ -150,7 +150,7 @@ def _fold(problem, want_smooth, want_entropy, want_prediction):
         p = torch.exp(z, out=buffer[-1, : v1 - v0])
         if want_entropy:
             drop = torch.where(m == -torch.inf, 0.0, m - base)
-            tilt = decay * (tilt + s * drop) + z.mul_(p).masked_fill_(p == 0, 0.0).sum(0)
+            pz = decay * (pz + s * drop) + z.mul_(p).masked_fill_(p == 0, 0.0).sum(0)
         s = s * decay + p.sum(0)
         m = m_new
     ahead = m - z_y
@@ -161,8 +161,8 @@ def _fold(problem, want_smooth, want_entropy, want_prediction):
     if want_smooth:
         found["smooth"] = total * found["lse"] - weighted
     if want_entropy:
-        tilt = tilt - torch.where(gain > 0, gain * ahead, 0.0)
-        found["entropy"] = torch.log(s) - tilt / s
+        pz = pz - torch.where(gain > 0, gain * ahead, 0.0)
+        found["entropy"] = torch.log(s) - pz / s
     if want_prediction:
         found["prediction"] = argmax
     return found

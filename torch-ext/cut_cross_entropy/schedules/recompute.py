@@ -61,7 +61,7 @@ def backward(backend, problem, fold, upstream, gradients, workspace):
     kept = 0 if fold.kept is None else min(fold.kept.shape[1], v)
     rows = {} if kept else dict(valid=live, compacted=not known or live < n)
     width = planned(backend, problem.e, v, gradients.wanted, workspace, kept=kept, **rows).panel
-    if kept and not (known and backend.covers(live, n)):
+    if kept and not (known and backend.folds_all_rows(live, n)):
         kept = 0
     if kept:
         e, fold, upstream = every_row(problem, fold, upstream, live, de)

@@ -4,7 +4,7 @@ from .column_sum import column_sum
 from .contract import accumulate, contract_c
 from .dlogits import dlogits, new_panel, panel_unit
 from .exponentials import exponentials, factors
-from .fold import covers, fold
+from .fold import fold, folds_all_rows
 from .launch import launches
 from .offsets import block
 from .rows import (
@@ -24,7 +24,7 @@ from .rows import (
 NAME = "triton"
 
 __all__ = [
-    "NAME", "accumulate", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host", "covers",
-    "dlogits", "expand", "expand_block", "exponentials", "factors", "fold", "launches", "new_panel", "new_rows",
+    "NAME", "accumulate", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host", "dlogits",
+    "expand", "expand_block", "exponentials", "factors", "fold", "folds_all_rows", "launches", "new_panel", "new_rows",
     "panel_unit", "reads_count", "scale", "scale_rows", "select", "subtract_outer",
 ]  # fmt: skip

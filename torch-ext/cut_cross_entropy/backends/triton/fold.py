@@ -32,7 +32,7 @@ from .launch import cdiv, launch
 from .logits import above, grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
 from .merge import counted, is_dense, merge_kernel, overflows, split_of
 from .offsets import offsets
-from .online import absorb
+from .online import online_update
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def fold_online(
     FLATTEN: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
-    """Relative to a running max m: the state of `absorb`, over one split."""
+    """Relative to a running max m: the state of `online_update`, over one split."""
     b_zero = tl.zeros([BM], dtype=tl.float32)
     b_least = tl.full([BM], float("-inf"), dtype=tl.float32)
     state = (b_least, b_zero, b_zero, b_zero, b_zero, tl.zeros([BM], dtype=tl.int32))
@@ -96,7 +96,7 @@ def fold_online(
         )  # fmt: skip
         b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
         masked = (i_v + BN > V).to(tl.int32) + tl.max(((b_y >= i_v) & (b_y < i_v + BN)).to(tl.int32))
-        state = absorb(
+        state = online_update(
             state, b_x, unit, weight, o_v, V, b_y, masked, SOFTCAP, HAS_WEIGHT, WANT_SMOOTH, WANT_ENTROPY, WANT_ARGMAX
         )
     return state
@@ -107,7 +107,7 @@ def fold_kernel(
     e, c, bias, weight, targets, rows, count,  # inputs
     offset,  # [N], with RELATIVE
     target_logit,  # [N]
-    part_m, part_s, part_weighted, part_tilt, part_argmax,  # [splits, N] each
+    part_m, part_s, part_weighted, part_pz, part_argmax,  # [splits, N] each
     panel,  # with STORE: a descriptor of [N, V]
     overflow,  # int32 [1]: whether a row is to be folded again
     N, V, D, splits, most, columns, inner, outer,
@@ -164,7 +164,7 @@ def fold_kernel(
             b_s = tl.load(part_s + o_part, mask=m_m, other=0.0)
             if tl.max(overflows(b_m, b_s).to(tl.int32)) == 0:
                 return
-        b_m, b_s, b_target, b_weighted, b_tilt, b_argmax = fold_online(
+        b_m, b_s, b_target, b_weighted, b_pz, b_argmax = fold_online(
             e, c, bias, weight, b_y, i_m, o_m, first, last, V, D, inner, outer, stride_e, stride_c,
             BM, BN, BK, E_DESCRIPTOR, C_DESCRIPTOR, EVEN_D, PRECISION, FLATTEN, HAS_BIAS, SOFTCAP,
             HAS_WEIGHT, WANT_SMOOTH, WANT_ENTROPY, WANT_ARGMAX,
@@ -172,7 +172,7 @@ def fold_kernel(
         if WANT_SMOOTH:
             tl.store(part_weighted + o_part, b_weighted, mask=m_m)
         if WANT_ENTROPY:
-            tl.store(part_tilt + o_part, b_tilt, mask=m_m)
+            tl.store(part_pz + o_part, b_pz, mask=m_m)
         if WANT_ARGMAX:
             tl.store(part_argmax + o_part, b_argmax, mask=m_m)
     tl.store(part_m + o_part, b_m, mask=m_m)
@@ -183,8 +183,8 @@ def fold_kernel(
 def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, counted=False):
     """Fold the logits of the `count` rows listed; where `rows` is None, of every row, or with `counted` of so many.
 
-    With a `panel` of the first classes panel[i, v] = 2^(z_v - m), if the fold runs over all rows (`covers`). It is not
-    to be used where `overflow` is 1 afterwards; everything else that is returned is right then too.
+    With a `panel` of the first classes panel[i, v] = 2^(z_v - m), where `folds_all_rows`. It is not to be used where
+    `overflow` is 1 afterwards; everything else that is returned is right then too.
     """
     e, c = problem.e, problem.c
     (n, d), v, device = e.shape, c.shape[0], e.device
@@ -221,7 +221,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     most = max(splits)
     part_m, part_s = new(2, most, n).unbind()
     part_weighted = new(1 if linear else most, n, wanted=want_smooth)
-    part_tilt = new(most, n, wanted=want_entropy)
+    part_pz = new(most, n, wanted=want_entropy)
     part_argmax = new(most, n, wanted=want_prediction, dtype=torch.int32)
     weighted = want_smooth and problem.weight is not None
     wants = dict(
@@ -244,7 +244,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
                 WARPGROUPS=3 if tall else 2, GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,
             )  # fmt: skip
         else:
-            parts = (part_m, part_s, part_weighted, part_tilt, part_argmax)
+            parts = (part_m, part_s, part_weighted, part_pz, part_argmax)
             launch(
                 hopper.online_kernel, programs, device, *hopper.operands(e, c, None)[:2],
                 *hopper.present(m, bias, problem.weight, problem.targets, count, nll, *parts),
@@ -260,7 +260,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         launch(
             fold_kernel, row_blocks * splits[listed], device,
             e_operand, c_operand, bias, problem.weight, problem.targets, rows, count,
-            m if relative else None, nll, part_m, part_s, part_weighted, part_tilt, part_argmax,
+            m if relative else None, nll, part_m, part_s, part_weighted, part_pz, part_argmax,
             panel_operand, overflow if relative or retry else None,
             n, v, d, splits[listed], most, min(v, panel.shape[1]) if store else 0, *scalars,
             e.stride(0), c.stride(0), panel.stride(0) if store else 0,
@@ -282,7 +282,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         run(listed=True)
     launch(
         merge_kernel, cdiv(n, 128), device,
-        problem.targets, part_m, part_s, part_weighted, part_tilt, part_argmax,
+        problem.targets, part_m, part_s, part_weighted, part_pz, part_argmax,
         problem.weight.float().sum() if weighted else None,
         nll, lse, smooth, entropy, prediction, m, s, count, n, v, *splits, problem.ignore_index,
         **wants | dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth), LINEAR=linear, DENSE=dense, COUNTED=counted,
@@ -291,6 +291,6 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count, panel, overflow)
 
 
-def covers(live, n):
+def folds_all_rows(live, n):
     """Whether the fold runs over all n rows where `live` of them are valid: `is_dense` on the host."""
     return live * 8 >= n * configs.DENSE

@@ -44,7 +44,7 @@ def split_of(i_s, splits, V, SPAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "V", "splits", "splits_listed", "ignore_index"])
 def merge_kernel(
-    targets, part_m, part_s, part_weighted, part_tilt, part_argmax, total_weight,
+    targets, part_m, part_s, part_weighted, part_pz, part_argmax, total_weight,
     nll,  # [N], comes as the target's logit
     lse, smooth, entropy, prediction, m, s,  # [N] each
     count, N, V, splits, splits_listed, ignore_index,
@@ -58,7 +58,7 @@ def merge_kernel(
     b_m = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     b_s = tl.zeros([BLOCK], dtype=tl.float32)
     b_weighted = tl.zeros([BLOCK], dtype=tl.float32)
-    b_tilt = tl.zeros([BLOCK], dtype=tl.float32)
+    b_pz = tl.zeros([BLOCK], dtype=tl.float32)
     b_argmax = tl.zeros([BLOCK], dtype=tl.int32)
     o_part = o_n.to(tl.int64)
     if COUNTED:
@@ -74,10 +74,10 @@ def merge_kernel(
         if WANT_SMOOTH and not LINEAR:
             b_weighted += tl.load(part_weighted + o_part, mask=m_v, other=0.0)
         if WANT_ENTROPY:
-            b_more = tl.load(part_tilt + o_part, mask=m_v, other=0.0)
+            b_more = tl.load(part_pz + o_part, mask=m_v, other=0.0)
             b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
             b_fall = tl.where(b_top == float("-inf"), 0.0, b_top - b_base)
-            b_tilt = b_decay * (b_tilt + b_s * b_drop) + b_gain * (b_more + b_add * b_fall)
+            b_pz = b_decay * (b_pz + b_s * b_drop) + b_gain * (b_more + b_add * b_fall)
         if WANT_ARGMAX:
             b_at = tl.load(part_argmax + o_part, mask=m_v, other=0)
             b_argmax = tl.where(b_top > b_m, b_at, b_argmax)
@@ -92,7 +92,7 @@ def merge_kernel(
     b_nll = tl.where(b_ahead < 60.0, log1p(b_s * tl.exp2(b_ahead)), LN2 * (b_ahead + tl.log2(b_s + b_gain)))
     b_s += b_gain
     if WANT_ENTROPY:
-        b_tilt -= tl.where(b_gain > 0.0, b_gain * b_ahead, 0.0)
+        b_pz -= tl.where(b_gain > 0.0, b_gain * b_ahead, 0.0)
     b_lse = LN2 * (b_m + tl.log2(b_s))
     tl.store(nll + o_n, tl.where(valid, b_nll, 0.0), mask=m_n)
     tl.store(lse + o_n, tl.where(valid, b_lse, 0.0), mask=m_n)
@@ -104,6 +104,6 @@ def merge_kernel(
             total = tl.load(total_weight)
         tl.store(smooth + o_n, tl.where(valid, total * b_lse - LN2 * b_weighted, 0.0), mask=m_n)
     if WANT_ENTROPY:
-        tl.store(entropy + o_n, tl.where(valid, LN2 * (tl.log2(b_s) - b_tilt / b_s), 0.0), mask=m_n)
+        tl.store(entropy + o_n, tl.where(valid, LN2 * (tl.log2(b_s) - b_pz / b_s), 0.0), mask=m_n)
     if WANT_ARGMAX:
         tl.store(prediction + o_n, tl.where(valid, b_argmax, -1).to(tl.int64), mask=m_n)

@@ -1,7 +1,7 @@
 """The running state of the fold: per row max m, sum of exponentials s relative to it, and what the options ask for.
 
     m' = max(m, max_v z_v)    s' = s * 2^(m - m') + sum_{v != y} 2^(z_v - m')
-    tilt' = the same sum of 2^(z_v - m') (z_v - m')    weighted' = weighted + sum_v w_v z_v
+    pz' = the same sum of 2^(z_v - m') (z_v - m')    weighted' = weighted + sum_v w_v z_v
 
 With z_y, the target's logit as it goes by, and the lowest column that attains m.
 """
@@ -28,23 +28,23 @@ def summed(
     b_p = tl.exp2(b_above)
     if MASKED:
         b_p = tl.where(b_hit, 0.0, b_p)
-    b_lean = b_top
+    b_add_pz = b_top
     if WANT_ENTROPY:
         # Of a logit of -inf p is 0, and so is p * z here.
-        b_lean = tl.sum(b_p * tl.maximum(b_above, -256.0), 1)
-    return b_top, tl.sum(b_p, 1), b_lean, b_argmax
+        b_add_pz = tl.sum(b_p * tl.maximum(b_above, -256.0), 1)
+    return b_top, tl.sum(b_p, 1), b_add_pz, b_argmax
 
 
 @triton.jit
-def absorb(
+def online_update(
     state, b_x, unit, weight, o_v, V, b_y, masked, SOFTCAP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
-    """The state (m, s, z_y, weighted, tilt, argmax) with the columns o_v of the logits x * unit taken in.
+    """The state (m, s, z_y, weighted, pz, argmax) with the columns o_v of the logits x * unit taken in.
 
     `masked` is above 0 where a column may be a target's or past the end.
     """
-    b_m, b_s, b_target, b_weighted, b_tilt, b_argmax = state
+    b_m, b_s, b_target, b_weighted, b_pz, b_argmax = state
     if SOFTCAP == 0:
         # With a unit above 0 the largest x is the largest logit.
         sign = tl.where(unit < 0.0, -1.0, 1.0)
@@ -59,17 +59,17 @@ def absorb(
         b_hit = o_v[None, :] == b_y[:, None]
         b_xy = tl.sum(tl.where(b_hit, b_x, 0.0), 1)
         b_real = tl.where((o_v < V)[None, :], b_x, float("-inf"))
-        b_top, b_add, b_lean, b_argmax = summed(
+        b_top, b_add, b_add_pz, b_argmax = summed(
             b_real, unit, b_hit, b_m, b_argmax, o_v, True, WANT_ENTROPY, WANT_ARGMAX
         )
     else:
         b_xy = tl.where(b_y == b_y, 0.0, 0.0)
-        b_top, b_add, b_lean, b_argmax = summed(b_x, unit, b_x, b_m, b_argmax, o_v, False, WANT_ENTROPY, WANT_ARGMAX)
+        b_top, b_add, b_add_pz, b_argmax = summed(b_x, unit, b_x, b_m, b_argmax, o_v, False, WANT_ENTROPY, WANT_ARGMAX)
     b_target += b_xy * unit
     b_new = tl.maximum(b_m, b_top)
     b_base = base_of(b_new)
     b_decay = tl.exp2(b_m - b_base)
     if WANT_ENTROPY:
         b_drop = tl.where(b_m == float("-inf"), 0.0, b_m - b_base)
-        b_tilt = b_decay * (b_tilt + b_s * b_drop) + b_lean
-    return b_new, b_s * b_decay + b_add, b_target, b_weighted, b_tilt, b_argmax
+        b_pz = b_decay * (b_pz + b_s * b_drop) + b_add_pz
+    return b_new, b_s * b_decay + b_add, b_target, b_weighted, b_pz, b_argmax

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from ..logits import grouped, transform
 from ..merge import is_dense, split_of
-from ..online import absorb
+from ..online import online_update
 from .fold import load_tiles
 from .pipeline import (
     BM,
@@ -29,7 +29,7 @@ def fold_half(
 ):  # fmt: skip
     """The state of one half of the rows of each row block, over each split of the vocabulary."""
     bias, weight, targets, inner, outer = inputs
-    target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax = results
+    target_logit, part_m, part_s, part_weighted, part_pz, part_argmax = results
     blocks, splits, N, V, D = place
     step = 0
     for i in range(gl.program_id(0), blocks * splits, gl.num_programs(0)):
@@ -48,11 +48,11 @@ def fold_half(
             for q in gl.static_range(4):
                 o_v = i_v + q * QUARTER + gl.arange(0, QUARTER, COLUMN_LAYOUT)
                 x, unit = transform(dots[q], bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
-                state = absorb(
+                state = online_update(
                     state, x, unit, weight, o_v, V, y, masked, SOFTCAP,
                     HAS_WEIGHT, WANT_SMOOTH, WANT_ENTROPY, WANT_ARGMAX,
                 )  # fmt: skip
-        m, s, target, weighted, tilt, argmax = state
+        m, s, target, weighted, pz, argmax = state
         o_part = i_s.to(gl.int64) * N + o_m
         gl.store(part_m + o_part, m, mask=m_m)
         gl.store(part_s + o_part, s, mask=m_m)
@@ -60,14 +60,14 @@ def fold_half(
         if WANT_SMOOTH:
             gl.store(part_weighted + o_part, weighted, mask=m_m)
         if WANT_ENTROPY:
-            gl.store(part_tilt + o_part, tilt, mask=m_m)
+            gl.store(part_pz + o_part, pz, mask=m_m)
         if WANT_ARGMAX:
             gl.store(part_argmax + o_part, argmax, mask=m_m)
 
 
 @gluon.jit(do_not_specialize=["N", "V", "splits"])
 def hopper_online_kernel(
-    e, c, bias, weight, targets, count, target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax,
+    e, c, bias, weight, targets, count, target_logit, part_m, part_s, part_weighted, part_pz, part_argmax,
     N, V, D, splits, inner, outer,
     GROUP: gl.constexpr, DENSE: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, WANT_SMOOTH: gl.constexpr, WANT_ENTROPY: gl.constexpr, WANT_ARGMAX: gl.constexpr,
@@ -77,7 +77,7 @@ def hopper_online_kernel(
         return
     ring = new_ring(e, c, 2)
     inputs = (bias, weight, targets, inner, outer)
-    results = (target_logit, part_m, part_s, part_weighted, part_tilt, part_argmax)
+    results = (target_logit, part_m, part_s, part_weighted, part_pz, part_argmax)
     place = (gl.cdiv(N, BM), splits, N, V, D)
     gl.warp_specialize(
         [
