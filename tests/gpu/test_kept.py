@@ -9,7 +9,7 @@ from benchmarks.states import make
 
 from .contract import DEVICE, hold, random_upstream, run, same_bits, size
 
-N, V, D = size((2048, 65011, 1024), (40, 331, 64))
+N, V, D = size((8192, 65011, 1024), (40, 331, 64))
 OPTIONS = {
     "plain": {},
     "lse": {"return_lse": True, "upstream_lse": 1.0, "bias": True},
