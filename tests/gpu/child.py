@@ -49,5 +49,5 @@ def main(mode, *arguments):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    # PyTorch aborts a process that ends while its autograd thread still waits for the GIL (pytorch/pytorch#38228).
+    # A process that ended at once was seen to abort, as in pytorch/pytorch#38228: its autograd thread waits for the GIL.
     time.sleep(1.0)
