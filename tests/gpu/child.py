@@ -49,5 +49,5 @@ def main(mode, *arguments):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    # A process that ended at once was seen to abort, as in pytorch/pytorch#38228: its autograd thread waits for the GIL.
+    # Without a pause it was seen to abort, as in pytorch/pytorch#38228, where the autograd thread waits for the GIL.
     time.sleep(1.0)
