@@ -3,6 +3,7 @@
 Prints one line of JSON a fault, flushed, so that what kills the process is known too.
 """
 
+import importlib
 import json
 import shutil
 import sys
@@ -38,6 +39,16 @@ def distant(cce):
     case = make_case(9, 141, 20, torch.float16, reduction="none", bias=True, ignored=0.0)
     case.bias[case.targets[3]] = -100
     check(cce, case)
+
+
+def narrow_split(cce):
+    """Two splits and a narrow one, in the second look at a distant target too."""
+    splits = importlib.import_module(f"{cce.__name__}.planner").Splits(every=3, narrow=1, listed=3)
+    fold = importlib.import_module(f"{cce.__name__}.backends.triton.fold")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fold, "forward_splits", lambda *_, **__: splits)
+        distant(cce)
+        check(cce, make_case(9, 141, 20, torch.float16, reduction="none", return_lse=True))
 
 
 def long_split(cce):
@@ -142,9 +153,11 @@ class Fault(NamedTuple):
     found_by: Callable
 
 
-FOLD, ONLINE, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, CONTRACT, TILE = (
+FOLD, ONLINE, SPLITS, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, CONTRACT, TILE = (
     f"backends/triton/{name}.py"
-    for name in ("fold", "online", "merge", "dlogits", "gradient", "exponentials", "rows", "contract", "logits")
+    for name in (
+        *("fold", "online", "splits", "merge", "dlogits", "gradient", "exponentials", "rows", "contract", "logits"),
+    )
 )
 RECOMPUTE, SINGLE_PASS, FUNCTIONAL = "schedules/recompute.py", "schedules/single_pass.py", "functional.py"
 TRANSFORM = "        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)\n"
@@ -181,6 +194,9 @@ FAULTS = {
     ),
     "splits merged without their maxima": Fault(
         MERGE, [("b_s = b_s * b_decay + b_add * b_gain", "b_s = b_s + b_add")], plain
+    ),
+    "columns of a narrow split folded by another too": Fault(
+        SPLITS, [("shared = (spans - narrow)", "shared = spans")], narrow_split
     ),
     "target counted twice": Fault(ONLINE, [("b_p = tl.where(b_hit, 0.0, b_p)", "b_p = b_p")], plain),
     "ties to the highest id": Fault(

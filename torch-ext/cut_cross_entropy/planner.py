@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 MIB = 1 << 20
 SCHEDULES = ("auto", "recompute", "single_pass")
@@ -48,6 +49,8 @@ FEW_BLOCKS, FREQUENT = 18, 256
 GEMM_TILES, DIVIDED = {(128, 256): 1.0, (128, 192): 1.04}, 1.02
 # Numbers of kept columns that are weighed, as shares of the vocabulary; bytes a second of a pass over memory.
 KEPT_SHARES, PASS_RATE = 16, 4e12
+# What a narrow split of the fold has to save: its programs are elsewhere in the vocabulary than the others.
+NARROW = 1 + 1 / 256
 
 
 def _bytes(parts, stage):
@@ -100,24 +103,51 @@ class Plan:
         return "\n".join([*lines, f"  {'peak':<24} {self.workspace / MIB:12.2f} MiB"])
 
 
-@functools.lru_cache(1024)
-def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, processors: int) -> tuple[int, int]:
-    """Vocabulary splits of the fold, over all rows and over a list of valid rows that may be a tenth of them.
+class Splits(NamedTuple):
+    """Of the vocabulary by the fold: over all rows, of which the last has `narrow` tiles where that is not 0, and over
+    a list of valid rows that may be a tenth of them.
+    """
 
-    Over all rows: `processors` programs take pairs of a row block and a split in turn, and are done together if these
-    fill whole rounds. A split costs a tenth of a tile besides, and a partial 8 bytes a row: V / 1024 of them are 0.4 %
-    of 16-bit logits. Programs in flight may read as many row blocks side by side; more than about 40 MB of them would
-    not stay in L2 while the vocabulary goes by.
+    every: int
+    narrow: int
+    listed: int
+
+
+@functools.lru_cache(1024)
+def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, processors: int) -> Splits:
+    """The splits with which `processors` programs, that take pairs of a row block and a split in turn, are done first.
+
+    Those are splits whose pairs fill whole rounds, or nearly: the programs that are left over then share the pairs of a
+    narrow one. A split costs a tenth of a tile besides, and a partial 8 bytes a row: V / 1024 of them are 0.4 % of
+    16-bit logits. Programs in flight may read as many row blocks side by side; more than about 40 MB of them would not
+    stay in L2 while the vocabulary goes by.
     """
     row_blocks, tiles = -(-max(n, 1) // block_m), -(-v // block_n)
     least = min(tiles, max(1, round(min(processors, row_blocks) * block_m * d * 2 / (40 * MIB))))
     most = min(tiles, max(least, -(-4 * processors // row_blocks), min(v // 1024, 64)))
 
-    def cost(splits):
-        return -(-row_blocks * splits // processors) * (tiles / splits + 0.1) + (tiles % splits > 0)
+    def rounds_of(wide):
+        """Pairs that a program takes of so many splits that are alike, and the programs that take none."""
+        rounds = -(-row_blocks * wide // processors)
+        return rounds, processors - -(-row_blocks * wide // rounds)
 
-    every = min(range(least, most + 1), key=cost)
-    return every, min(tiles, max(every, min(-(-16 * processors // row_blocks), v // 1024)))
+    def narrow_beside(wide):
+        """Tiles of a narrow split that keep those programs busy for as long as the others."""
+        rounds, left_over = rounds_of(wide)
+        return tiles * rounds // (rounds + -(-row_blocks // left_over) * wide) if left_over else 0
+
+    def longest(wide, narrow):
+        """Tiles of the program that has most of them."""
+        rounds, left_over = rounds_of(wide)
+        uneven = min(1, rounds * (-(narrow - tiles) % wide / wide))
+        found = rounds * ((tiles - narrow) / wide + 0.1) + uneven
+        return max(found, -(-row_blocks // left_over) * (narrow + 0.1)) * NARROW if narrow else found
+
+    choices = [(wide, 0) for wide in range(least, most + 1)]
+    choices += [(wide, narrow) for wide in range(least, most) if (narrow := narrow_beside(wide))]
+    wide, narrow = min(choices, key=lambda choice: longest(*choice))
+    every = wide + (narrow > 0)
+    return Splits(every, narrow, min(tiles, max(every, min(-(-16 * processors // row_blocks), v // 1024))))
 
 
 def frequent_ids(n, blocks):
@@ -161,7 +191,7 @@ class _Sizes:
     def splits(self, n):
         # Of a device of 132 multiprocessors and the taller or lower tiles, a twentieth of a percent of the logits.
         found = [forward_splits(n, self.v, self.d, block_m=m, block_n=256, processors=PROCESSORS) for m in (128, 192)]
-        return 8 * n * max(*found[0], *found[1])
+        return 8 * n * max(splits.listed for splits in found)
 
 
 def _panel_columns(v, widest):

@@ -13,7 +13,7 @@
 `single_pass` besides:
 
 | block          | e, targets, rows                 | a problem of its own: valid rows i0 to i1                  |
-| exponentials   | e, c, bias, targets, weights     | the panel, a factor per row: dz = factor * panel; f. * e   |
+| exponentials   | e, c, bias, targets, weights     | the panel, and a factor per row: dz = factor * panel       |
 | column_sum     | a matrix, weights of its rows    | their weighted sum in fp32                                 |
 | expand_block   | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |
 | subtract_outer | a sum for dC, two vectors        | their outer product subtracted, in the dtype of dC         |

@@ -339,12 +339,12 @@ def subtract_outer(total, rows, columns, out):
         torch.addcmul(total[i0:i1], rows[i0:i1].unsqueeze(1), columns, value=-1.0, out=out[i0:i1])
 
 
-def scale(upstream, *gradients):
+def scale(upstream, de, dc, dbias):
     """Multiply gradients, or None, by a 0-d upstream gradient, in place. One of 0, as of an ignored row, stays 0."""
     factor = float(upstream)
     if factor == 1.0:
         return
-    for gradient in (g for g in gradients if g is not None):
+    for gradient in (g for g in (de, dc, dbias) if g is not None):
         zero = None if math.isfinite(factor) else gradient == 0
         gradient.mul_(factor)
         if zero is not None:

@@ -29,10 +29,11 @@ from ...planner import forward_splits
 from ...problem import Fold
 from . import configs, hopper
 from .launch import cdiv, launch
-from .logits import above, grouped, logit_arguments, softcap_kind, store_tile, tile_dot, transform
-from .merge import counted, is_dense, merge_kernel, overflows, split_of
+from .logits import above, logit_arguments, softcap_kind, store_tile, tile_dot, transform
+from .merge import merge_kernel, overflows
 from .offsets import offsets
 from .online import online_update
+from .splits import counted, is_dense, pair
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def fold_online(
     return state
 
 
-@triton.jit(do_not_specialize=["N", "V", "splits", "most", "columns"])
+@triton.jit(do_not_specialize=["N", "V", "splits", "narrow", "most", "columns"])
 def fold_kernel(
     e, c, bias, weight, targets, rows, count,  # inputs
     offset,  # [N], with RELATIVE
@@ -110,7 +111,7 @@ def fold_kernel(
     part_m, part_s, part_weighted, part_pz, part_argmax,  # [splits, N] each
     panel,  # with STORE: a descriptor of [N, V]
     overflow,  # int32 [1]: whether a row is to be folded again
-    N, V, D, splits, most, columns, inner, outer,
+    N, V, D, splits, narrow, most, columns, inner, outer,
     stride_e, stride_c, stride_panel,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
     LISTED: tl.constexpr, COUNTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
@@ -127,10 +128,10 @@ def fold_kernel(
             return
     live, blocks = tl.minimum(tl.load(count), N), tl.cdiv(N, BM)
     if COUNTED:
-        blocks, splits = counted(count, N, splits, most, BM)
+        blocks, splits, narrow = counted(count, N, splits, narrow, most, BM)
         if tl.program_id(0) >= blocks * splits:
             return
-    i_m, i_s = grouped(tl.program_id(0), blocks, splits, GROUP)
+    i_m, i_s, first, last = pair(tl.program_id(0), blocks, splits, narrow, V, SPAN, GROUP)
     i_m = i_m * BM
     o_m = i_m + tl.arange(0, BM)
     if LISTED:
@@ -145,7 +146,6 @@ def fold_kernel(
     b_y = tl.load(targets + o_m, mask=m_m, other=-1).to(tl.int64)
     o_m = o_m.to(tl.int64)
 
-    first, last = split_of(i_s, splits, V, SPAN)
     first, last = first * (SPAN // BN), tl.minimum(last * (SPAN // BN), tl.cdiv(V, BN))
     o_part = i_s.to(tl.int64) * N + o_m
     m_target = m_m & (b_y >= first * BN) & (b_y < last * BN)
@@ -200,13 +200,12 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     heavy = heavy or not aligned and (online or problem.softcap is not None)
     tile = config.tile("dlogits" if store else "fold", e.dtype, heavy, aligned)
     specialised = configs.specialised(e, c, c if panel is None else panel)
-    # Without a bias, whose columns would not fit into registers, and where few rows of tiles are none.
-    tall = specialised and relative and not store and problem.bias is None and -n % hopper.TALL.BM <= n // 100
-    block_m = hopper.TALL.BM if tall else tile.BM
-    # Columns that splits are multiples of: rows that are folded again have to be by the same splits.
-    span = hopper.TILE.BN if specialised else tile.BN
+    # The columns of a bias would not fit into the registers of a tall tile.
+    plain = relative and not store and problem.bias is None
+    # Of the pass over all rows; the others are over the same splits, multiples of its columns.
+    dense_tile = hopper.fold_tile(n, plain) if specialised else tile
     row_blocks, processors = cdiv(n, tile.BM), configs.processors_of(device)
-    splits = forward_splits(n, v, d, block_m=block_m, block_n=span, processors=processors)
+    splits = forward_splits(n, v, d, block_m=dense_tile.BM, block_n=dense_tile.BN, processors=processors)
 
     def new(*shape, wanted=True, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
@@ -218,7 +217,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     if n == 0:
         return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count, panel)
     overflow = torch.zeros(1, dtype=torch.int32, device=device) if relative else None
-    most = max(splits)
+    most = splits.listed
     part_m, part_s = new(2, most, n).unbind()
     part_weighted = new(1 if linear else most, n, wanted=want_smooth)
     part_pz = new(most, n, wanted=want_entropy)
@@ -235,36 +234,37 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     dense = 0 if once else configs.DENSE
 
     def run_specialised():
-        programs = min(cdiv(n, block_m) * splits[0], processors)
+        programs = min(cdiv(n, dense_tile.BM) * splits.every, processors)
         if relative:
             launch(
                 hopper.fold_kernel, programs, device, *hopper.operands(e, c, panel),
                 *hopper.present(m, bias, problem.targets, count, m, nll, part_m, part_s, overflow),
-                n, v, d, splits[0], most, *scalars,
-                WARPGROUPS=3 if tall else 2, GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,
+                n, v, d, splits.every, splits.narrow, most, *scalars,
+                BM=dense_tile.BM, GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,
             )  # fmt: skip
         else:
             parts = (part_m, part_s, part_weighted, part_pz, part_argmax)
             launch(
                 hopper.online_kernel, programs, device, *hopper.operands(e, c, None)[:2],
                 *hopper.present(m, bias, problem.weight, problem.targets, count, nll, *parts),
-                n, v, d, splits[0], *scalars, GROUP=configs.GROUP, DENSE=dense, **flags, **wants,
+                n, v, d, splits.every, splits.narrow, *scalars, GROUP=configs.GROUP, DENSE=dense, **flags, **wants,
             )  # fmt: skip
 
     def run(listed=False, relative=False, retry=False):
+        split, narrow = (most, 0) if listed else (splits.every, splits.narrow)
         c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
         e_operand, from_descriptor = (e, False) if listed else configs.operand(e, tile.BM, tile.BK, config)
         panel_operand, panel_descriptor = None, False
         if store and relative:
             panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config)
         launch(
-            fold_kernel, row_blocks * splits[listed], device,
+            fold_kernel, row_blocks * split, device,
             e_operand, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_pz, part_argmax,
-            panel_operand, overflow if relative or retry else None,
-            n, v, d, splits[listed], most, min(v, panel.shape[1]) if store else 0, *scalars,
+            panel_operand, overflow,
+            n, v, d, split, narrow, most, min(v, panel.shape[1]) if store else 0, *scalars,
             e.stride(0), c.stride(0), panel.stride(0) if store else 0,
-            BM=tile.BM, BN=tile.BN, BK=tile.BK, SPAN=span, GROUP=configs.GROUP,
+            BM=tile.BM, BN=tile.BN, BK=tile.BK, SPAN=dense_tile.BN, GROUP=configs.GROUP,
             DENSE=dense, LISTED=listed, COUNTED=counted,
             E_DESCRIPTOR=from_descriptor, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
             PRECISION=configs.precision_of(e.dtype), FLATTEN=from_descriptor and c_descriptor,
@@ -284,7 +284,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         merge_kernel, cdiv(n, 128), device,
         problem.targets, part_m, part_s, part_weighted, part_pz, part_argmax,
         problem.weight.float().sum() if weighted else None,
-        nll, lse, smooth, entropy, prediction, m, s, count, n, v, *splits, problem.ignore_index,
+        nll, lse, smooth, entropy, prediction, m, s, count, n, v, splits.every, most, problem.ignore_index,
         **wants | dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth), LINEAR=linear, DENSE=dense, COUNTED=counted,
         BM=tile.BM, BLOCK=128,
     )  # fmt: skip

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .math import LN2, log1p
+from .splits import counted, is_dense
 
 # Sums of exponentials beyond this are of an offset too far below the largest logit (55 nats): products of them with
 # the row's coefficient could leave the range of fp32 and bf16.
@@ -20,26 +21,6 @@ def base_of(b_m):
 def overflows(b_k, b_s):
     """Whether the offset of a row was no good: too far below the largest logit, or no number to subtract."""
     return (b_s > OVERFLOW) | (b_k == float("-inf"))
-
-
-@triton.jit
-def is_dense(count, N, DENSE: tl.constexpr):
-    """At least DENSE / 8 of the rows are valid: then the fold runs over all of them."""
-    return tl.load(count).to(tl.int64) * 8 >= N.to(tl.int64) * DENSE
-
-
-@triton.jit
-def counted(count, N, splits, most, BM: tl.constexpr):
-    """Row blocks of the first `count` rows, and as many splits as the programs for all N can take, up to `most`."""
-    blocks = tl.cdiv(tl.minimum(tl.load(count), N), BM)
-    return blocks, tl.minimum(most, tl.maximum(splits, tl.cdiv(N, BM) * splits // tl.maximum(blocks, 1)))
-
-
-@triton.jit
-def split_of(i_s, splits, V, SPAN: tl.constexpr):
-    """The split i_s of the vocabulary, as its first and last multiple of SPAN columns."""
-    spans = tl.cdiv(V, SPAN).to(tl.int64)
-    return (spans * i_s // splits).to(tl.int32), (spans * (i_s + 1) // splits).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["N", "V", "splits", "splits_listed", "ignore_index"])
@@ -62,7 +43,7 @@ def merge_kernel(
     b_argmax = tl.zeros([BLOCK], dtype=tl.int32)
     o_part = o_n.to(tl.int64)
     if COUNTED:
-        _, splits = counted(count, N, splits, splits_listed, BM)
+        _, splits, _ = counted(count, N, splits, 0, splits_listed, BM)
     elif not is_dense(count, N, DENSE):
         splits = splits_listed
     for _ in range(0, splits):

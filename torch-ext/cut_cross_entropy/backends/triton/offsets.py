@@ -73,7 +73,7 @@ def _weighted_sums(problem):
 def offsets(problem, out, weighted):
     """Write the offsets [N] and, where that is given, sum_v w_v z_v to `weighted`."""
     total, shift = (None, None) if weighted is None else _weighted_sums(problem)
-    _offsets(problem, problem.e.shape[0], (None,) * 4, 0, out, total, weighted, shift)
+    _offsets(problem, problem.e.shape[0], out, total=total, weighted=weighted, shift=shift)
 
 
 def block(problem, rows, count, i0, i1, buffer):
@@ -84,15 +84,19 @@ def block(problem, rows, count, i0, i1, buffer):
     n, device = i1 - i0, problem.e.device
     e, targets = buffer[:n], torch.empty(n, dtype=torch.int64, device=device)  # any ignore_index fits
     offset = torch.empty(n, dtype=torch.float32, device=device)
-    _offsets(problem, n, (rows, count, e, targets), i0, offset, None, None, None)
+    _offsets(problem, n, offset, rows, count, e, targets, i0)
     return replace(problem, e=e, targets=targets, offset=offset)
 
 
-def _offsets(problem, n, listed, first, offset, total, weighted, shift):
-    e, c, out = problem.e, problem.c, listed[2]
+def _offsets(
+    problem, n, offset, rows=None, count=None, out=None, out_targets=None, first=0, *,
+    total=None, weighted=None, shift=None,
+):  # fmt: skip
+    e, c = problem.e, problem.c
     (bias, *scalars), flags = logit_arguments(problem)
     launch(
-        offset_kernel, n, e.device, e, c, bias, problem.targets, *listed, offset, total, weighted, shift,
-        *c.shape, first, *scalars, e.stride(0), c.stride(0), 0 if out is None else out.stride(0), problem.ignore_index,
-        **flags, BLOCK=min(1024, row_block(e.shape[1])),
+        offset_kernel, n, e.device, e, c, bias, problem.targets,
+        rows, count, out, out_targets, offset, total, weighted, shift, *c.shape, first, *scalars,
+        e.stride(0), c.stride(0), 0 if out is None else out.stride(0), problem.ignore_index, **flags,
+        BLOCK=min(1024, row_block(e.shape[1])),
     )  # fmt: skip

@@ -6,4 +6,4 @@ if GLUON:
     from .dlogits import hopper_dlogits_kernel as dlogits_kernel  # noqa: F401
     from .fold import hopper_fold_kernel as fold_kernel  # noqa: F401
     from .online import hopper_online_kernel as online_kernel  # noqa: F401
-    from .pipeline import TALL, TILE, operands, present  # noqa: F401
+    from .pipeline import TILE, fold_tile, operands, present  # noqa: F401

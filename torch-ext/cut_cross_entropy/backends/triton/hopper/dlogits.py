@@ -57,7 +57,7 @@ def write_half(
             o_v = i_v + q * QUARTER + gl.arange(0, QUARTER, COLUMN_LAYOUT)
             x, unit = transform(dots[q], bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)
             dz = elsewhere(x, unit, row, weight, o_v, V, SOFTCAP, HAS_WEIGHT, HAS_SMOOTH, HAS_ENTROPY)
-            column, buffer = i_t * BN + q * QUARTER, buffers.index(q % 2)
+            column, buffer = i_t * BN + q * QUARTER, buffers.index(HALF * 2 + q % 2)
             # A tile that left the branch would be copied register by register.
             if hit == 1:
                 store(panel, i_m, column, buffer, gl.where(o_v[None, :] == y[:, None], dz_y[:, None], dz))
@@ -80,8 +80,7 @@ def hopper_dlogits_kernel(
         if gl.load(needed) == 0:
             return
     ring = new_ring(e, c, 2)
-    upper = new_buffers(panel)
-    lower = new_buffers(panel)
+    buffers = new_buffers(panel)
     inputs = (bias, weight, inner, outer, factor)
     state = (targets, rows, count, m, s, loss, entropy)
     upstream = (g_nll, g_rest, g_smooth, g_entropy, unit)
@@ -90,11 +89,11 @@ def hopper_dlogits_kernel(
     gl.warp_specialize(
         [
             (write_half, (
-                0, ring, panel, upper, inputs, state, upstream, strides, place, GROUP,
+                0, ring, panel, buffers, inputs, state, upstream, strides, place, GROUP,
                 HAS_BIAS, SOFTCAP, HAS_WEIGHT, HAS_UNIT, HAS_NLL, HAS_REST, HAS_SMOOTH, HAS_ENTROPY,
             )),
             (write_half, (
-                1, ring, panel, lower, inputs, state, upstream, strides, place, GROUP,
+                1, ring, panel, buffers, inputs, state, upstream, strides, place, GROUP,
                 HAS_BIAS, SOFTCAP, HAS_WEIGHT, HAS_UNIT, HAS_NLL, HAS_REST, HAS_SMOOTH, HAS_ENTROPY,
             )),
             (load_tiles, (ring, e, c, place, GROUP)),

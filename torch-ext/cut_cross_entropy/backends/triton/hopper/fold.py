@@ -4,8 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..logits import above, grouped, transform
-from ..merge import counted, is_dense, overflows, split_of
+from ..logits import above, transform
+from ..merge import overflows
+from ..splits import counted, is_dense, pair, walk
 from .pipeline import (
     BN,
     EIGHTH_LAYOUT,
@@ -26,11 +27,11 @@ from .pipeline import (
 
 @gluon.jit
 def load_tiles(WARPGROUPS: gl.constexpr, ring, e, c, place, GROUP: gl.constexpr):
-    blocks, splits, N, V, D = place
+    blocks, splits, narrow, N, V, D = place
     step = 0
-    for i in range(gl.program_id(0), blocks * splits, gl.num_programs(0)):
-        i_m, i_s = grouped(i, blocks, splits, GROUP)
-        first, last = split_of(i_s, splits, V, BN)
+    i0, end, stride = walk(blocks, splits, narrow)
+    for i in range(i0, end, stride):
+        i_m, i_s, first, last = pair(i, blocks, splits, narrow, V, BN, GROUP)
         for i_t in range(first, last):
             step = load(ring, e, c, i_m * WARPGROUPS * ROWS, i_t * BN, D, step, WARPGROUPS)
 
@@ -48,11 +49,11 @@ def fold_rows(
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     bias, targets, offset, inner, outer = inputs
     target_logit, part_m, part_s, panel, overflow = results
-    blocks, splits, N, V, D = place
+    blocks, splits, narrow, N, V, D = place
     step = 0
-    for i in range(gl.program_id(0), blocks * splits, gl.num_programs(0)):
-        i_m, i_s = grouped(i, blocks, splits, GROUP)
-        first, last = split_of(i_s, splits, V, BN)
+    i0, end, stride = walk(blocks, splits, narrow)
+    for i in range(i0, end, stride):
+        i_m, i_s, first, last = pair(i, blocks, splits, narrow, V, BN, GROUP)
         i_m = (i_m * WARPGROUPS + WARPGROUP) * ROWS
         o_m = i_m + gl.arange(0, ROWS, rows)
         m_m = o_m < N
@@ -75,7 +76,7 @@ def fold_rows(
                     stored = p
                     if SOFTCAP > 0:
                         stored = p * (1.0 - x * x)
-                    store(panel, i_m, i_v + q * WIDTH, buffers.index(q % 2), stored)
+                    store(panel, i_m, i_v + q * WIDTH, buffers.index(WARPGROUP * 2 + q % 2), stored)
                 if masked > 0:
                     hit = o_v[None, :] == y[:, None]
                     py += gl.sum(gl.where(hit, p, 0.0), 1)
@@ -90,35 +91,34 @@ def fold_rows(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["N", "V", "splits", "most"])
+@gluon.jit(do_not_specialize=["N", "V", "splits", "narrow", "most"])
 def hopper_fold_kernel(
     e, c, panel, bias, targets, count, offset, target_logit, part_m, part_s, overflow,
-    N, V, D, splits, most, inner, outer,
-    WARPGROUPS: gl.constexpr, GROUP: gl.constexpr, DENSE: gl.constexpr, COUNTED: gl.constexpr,
+    N, V, D, splits, narrow, most, inner, outer,
+    BM: gl.constexpr, GROUP: gl.constexpr, DENSE: gl.constexpr, COUNTED: gl.constexpr,
     HAS_BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """One program per multiprocessor walks over pairs of a row block and a split."""
     if not is_dense(count, N, DENSE):
         return
-    blocks = gl.cdiv(N, WARPGROUPS * ROWS)
+    WARPGROUPS: gl.constexpr = BM // ROWS
+    blocks = gl.cdiv(N, BM)
     if COUNTED:
-        blocks, splits = counted(count, N, splits, most, WARPGROUPS * ROWS)
+        blocks, splits, narrow = counted(count, N, splits, narrow, most, BM)
     ring = new_ring(e, c, WARPGROUPS)
+    buffers = ring[0]
     if STORE:
-        upper = new_buffers(panel)
-        lower = new_buffers(panel)
+        buffers = new_buffers(panel)
     else:
-        upper = ring[0]
-        lower = ring[0]
         panel = e
     inputs = (bias, targets, offset, inner, outer)
     results = (target_logit, part_m, part_s, panel, overflow)
-    place = (blocks, splits, N, V, D)
+    place = (blocks, splits, narrow, N, V, D)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (fold_rows, (0, WARPGROUPS, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
-                (fold_rows, (1, WARPGROUPS, ring, lower, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (fold_rows, (0, WARPGROUPS, ring, buffers, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (fold_rows, (1, WARPGROUPS, ring, buffers, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
                 (load_tiles, (WARPGROUPS, ring, e, c, place, GROUP)),
             ],
             WORKER_WARPS,
@@ -127,9 +127,9 @@ def hopper_fold_kernel(
     else:
         gl.warp_specialize(
             [
-                (fold_rows, (0, WARPGROUPS, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
-                (fold_rows, (1, WARPGROUPS, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
-                (fold_rows, (2, WARPGROUPS, ring, upper, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (fold_rows, (0, WARPGROUPS, ring, buffers, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (fold_rows, (1, WARPGROUPS, ring, buffers, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
+                (fold_rows, (2, WARPGROUPS, ring, buffers, inputs, results, place, GROUP, HAS_BIAS, SOFTCAP, STORE)),
                 (load_tiles, (WARPGROUPS, ring, e, c, place, GROUP)),
             ],
             TALL_WARPS,

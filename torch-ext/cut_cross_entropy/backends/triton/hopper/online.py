@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..logits import grouped, transform
-from ..merge import is_dense, split_of
+from ..logits import transform
 from ..online import online_update
+from ..splits import is_dense, pair, walk
 from .fold import load_tiles
 from .pipeline import (
     BM,
@@ -30,11 +30,11 @@ def fold_half(
     """The state of one half of the rows of each row block, over each split of the vocabulary."""
     bias, weight, targets, inner, outer = inputs
     target_logit, part_m, part_s, part_weighted, part_pz, part_argmax = results
-    blocks, splits, N, V, D = place
+    blocks, splits, narrow, N, V, D = place
     step = 0
-    for i in range(gl.program_id(0), blocks * splits, gl.num_programs(0)):
-        i_m, i_s = grouped(i, blocks, splits, GROUP)
-        first, last = split_of(i_s, splits, V, BN)
+    i0, end, stride = walk(blocks, splits, narrow)
+    for i in range(i0, end, stride):
+        i_m, i_s, first, last = pair(i, blocks, splits, narrow, V, BN, GROUP)
         o_m = i_m * BM + HALF * ROWS + gl.arange(0, ROWS, ROW_LAYOUT)
         m_m = o_m < N
         y = gl.load(targets + o_m, mask=m_m, other=-1).to(gl.int32)
@@ -65,10 +65,10 @@ def fold_half(
             gl.store(part_argmax + o_part, argmax, mask=m_m)
 
 
-@gluon.jit(do_not_specialize=["N", "V", "splits"])
+@gluon.jit(do_not_specialize=["N", "V", "splits", "narrow"])
 def hopper_online_kernel(
     e, c, bias, weight, targets, count, target_logit, part_m, part_s, part_weighted, part_pz, part_argmax,
-    N, V, D, splits, inner, outer,
+    N, V, D, splits, narrow, inner, outer,
     GROUP: gl.constexpr, DENSE: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, WANT_SMOOTH: gl.constexpr, WANT_ENTROPY: gl.constexpr, WANT_ARGMAX: gl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def hopper_online_kernel(
     ring = new_ring(e, c, 2)
     inputs = (bias, weight, targets, inner, outer)
     results = (target_logit, part_m, part_s, part_weighted, part_pz, part_argmax)
-    place = (gl.cdiv(N, BM), splits, N, V, D)
+    place = (gl.cdiv(N, BM), splits, narrow, N, V, D)
     gl.warp_specialize(
         [
             (fold_half, (

@@ -62,6 +62,11 @@ def operands(e, c, panel):
     return _descriptor(e, ROWS.value, TILE.BK), _descriptor(c, TILE.BN, TILE.BK), panel
 
 
+def fold_tile(n, plain):
+    """TALL for a plain fold, but where it would leave more of its rows empty than a hundredth of all."""
+    return TALL if plain and -n % TALL.BM <= n // 100 else TILE
+
+
 def present(other, *tensors):
     """Partitions of warps take no None: `other` in place of what is absent and will not be read."""
     return [other if t is None else t for t in tensors]
@@ -162,7 +167,8 @@ def _pieces(x, layout: gl.constexpr):
 
 @gluon.jit
 def new_buffers(panel):
-    return gl.allocate_shared_memory(panel.dtype, [2, ROWS, QUARTER], panel.layout)
+    """Two for each of two warpgroups."""
+    return gl.allocate_shared_memory(panel.dtype, [4, ROWS, QUARTER], panel.layout)
 
 
 @gluon.jit

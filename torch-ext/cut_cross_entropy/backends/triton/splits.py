@@ -1,0 +1,48 @@
+"""How the fold is divided: pairs of a row block and a split of the vocabulary, and which program takes which.
+
+All splits are of the same width, up to a tile; or the last one has `narrow` tiles. Its pairs are for the programs that
+are left over where the others are taken in full rounds: of 132, the four beside 128 row blocks times splits.
+"""
+
+import triton
+import triton.language as tl
+
+from .logits import grouped
+
+
+@triton.jit
+def is_dense(count, N, DENSE: tl.constexpr):
+    """At least DENSE / 8 of the rows are valid: then the fold runs over all of them."""
+    return tl.load(count).to(tl.int64) * 8 >= N.to(tl.int64) * DENSE
+
+
+@triton.jit
+def counted(count, N, splits, narrow, most, BM: tl.constexpr):
+    """Row blocks of the first `count` rows, and as many splits as the programs for all N can take, up to `most`."""
+    every, blocks = tl.cdiv(N, BM), tl.cdiv(tl.minimum(tl.load(count), N), BM)
+    splits = tl.minimum(most, tl.maximum(splits, every * splits // tl.maximum(blocks, 1)))
+    return blocks, splits, tl.where(blocks == every, narrow, 0)
+
+
+@triton.jit
+def walk(blocks, splits, narrow):
+    """Numbers of the pairs of this program, of a few that take all of them in turn: start, stop, step."""
+    i, programs = tl.program_id(0), tl.num_programs(0)
+    alike = blocks * (splits - tl.minimum(narrow, 1))
+    crew = tl.cdiv(alike, tl.maximum(tl.cdiv(alike, programs), 1))
+    start, stop = tl.where(i < crew, i, alike + i - crew), tl.where(i < crew, alike, blocks * splits)
+    return start, stop, tl.where(i < crew, crew, programs - crew)
+
+
+@triton.jit
+def pair(i, blocks, splits, narrow, V, SPAN: tl.constexpr, GROUP: tl.constexpr):
+    """Of pair number i the row block, the split, and its first and last multiple of SPAN columns."""
+    spans, wide = tl.cdiv(V, SPAN), splits - tl.minimum(narrow, 1)
+    shared = (spans - narrow).to(tl.int64)
+    if i < blocks * wide:
+        i_m, i_s = grouped(i, blocks, wide, GROUP)
+        first, last = (shared * i_s // wide).to(tl.int32), (shared * (i_s + 1) // wide).to(tl.int32)
+    else:
+        i_m, i_s = i - blocks * wide, wide
+        first, last = spans - narrow, spans
+    return i_m, i_s, first, last
