@@ -200,6 +200,8 @@ def recorder(cce, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fits(recorder, case):
+    if case.kernel == "hopper_fold-tall" and not recorder.configs.KEEPS_TALL:
+        pytest.skip("this Triton spills tall tiles, which are not used with it")
     check(launch_of(recorder, case), case.arch)
 
 

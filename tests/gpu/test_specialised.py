@@ -8,6 +8,8 @@ from benchmarks.states import make
 from .contract import DEVICE, DTYPES, hold, size
 
 SINGLE = {"schedule": "single_pass"}
+# Tokens and classes: the last two give the fold a narrow split, the second and the last suit tiles of 192 rows.
+SHAPE, TALL, NARROW, NARROW_TALL = (700, 5003), (767, 5003), (2048, 32003), (4221, 50257)
 OPTIONS = {
     "plain": {},
     "bias": {"bias": True},
@@ -15,11 +17,15 @@ OPTIONS = {
     "large-softcap": {"softcap": 60.0, "bias": True},
     "lse": {"return_lse": True},
     "ignored": {"ignored": 0.5},
-    "tall": {"tall": True},
-    "tall-softcap": {"tall": True, "softcap": 60.0, "ignored": 0.1},
+    "tall": {"shape": TALL},
+    "tall-softcap": {"shape": TALL, "softcap": 60.0, "ignored": 0.1},
+    "narrow": {"shape": NARROW, "bias": True},
+    "narrow-tall": {"shape": NARROW_TALL},
     "single_pass": SINGLE | {"bias": True},
     "single_pass-softcap": SINGLE | {"softcap": 30.0},
     "single_pass-ignored": SINGLE | {"ignored": 0.5},
+    "single_pass-narrow": SINGLE | {"shape": NARROW},
+    "single_pass-narrow-ignored": SINGLE | {"shape": NARROW, "ignored": 0.5},
 }
 CALLS = [(name, "bf16") for name in OPTIONS] + [(name, "fp16") for name in OPTIONS if "single" not in name]
 
@@ -28,6 +34,7 @@ CALLS = [(name, "bf16") for name in OPTIONS] + [(name, "fp16") for name in OPTIO
 @pytest.mark.parametrize("name, dtype", CALLS)
 def test_either_kind_holds_the_contract(cce, monkeypatch, name, dtype, specialised):
     options, expected, launches = dict(OPTIONS[name]), set(), {}
+    n, v = options.pop("shape", SHAPE)
     if DEVICE == "cuda":
         configs, launches = cce.backends.triton_backend.configs, cce.backends.triton_backend.launches
         monkeypatch.setattr(configs, "SMALL", 0)  # an offset known beforehand, as in a large call
@@ -35,9 +42,11 @@ def test_either_kind_holds_the_contract(cce, monkeypatch, name, dtype, specialis
             monkeypatch.setattr(configs, "specialised", lambda *operands: False)
         elif configs.GLUON and torch.cuda.get_device_capability() == (9, 0):
             expected = {"hopper_fold_kernel", "hopper_dlogits_kernel"}
+            sizes = {"block_n": 256, "processors": configs.processors_of(torch.device(DEVICE))}
+            narrow = [cce.planner.forward_splits(n, v, 328, block_m=rows, **sizes).narrow for rows in (128, 192)]
+            assert any(narrow) == ("narrow" in name)
     before = dict(launches)
-    n = 767 if options.pop("tall", False) else 700  # few rows less than a multiple of 192
-    s = make(*size((n, 5003, 328), (40, 331, 64)), DTYPES[dtype], DEVICE, ignored=options.pop("ignored", 0.01))
+    s = make(*size((n, v, 328), (40, 331, 64)), DTYPES[dtype], DEVICE, ignored=options.pop("ignored", 0.01))
     hold(cce, s.e, s.c, s.targets, s.bias if options.pop("bias", False) else None, **options)
     launched = {kernel for kernel in launches if launches[kernel] > before.get(kernel, 0)}
     assert {kernel for kernel in launched if kernel.startswith("hopper")} == expected

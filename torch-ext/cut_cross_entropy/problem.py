@@ -19,7 +19,7 @@ class Problem:
     softcap: Optional[float]
     scale: float
     temperature: float
-    offset: Optional[Tensor] = None  # [N], the targets' logits where they are known
+    offset: Optional[Tensor] = None  # [N], the targets' logits where they are known; the m of `Fold` takes its place
 
     @property
     def total_weight(self):

@@ -51,6 +51,8 @@ class Config(NamedTuple):
 # The kernels of `hopper` are written in Gluon, which changes with every release of Triton: they are used with those
 # that compile them, and with any other the kernels of this folder do the same work.
 GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+# Those that keep tiles of 192 rows in registers; later ones spill 100 to 350 bytes of them.
+KEEPS_TALL = triton.__version__.startswith(("3.6.", "3.7."))
 
 _IEEE = Tile(64, 64, 32, 4, 2)
 _INTERPRETED = Tile(16, 32, 16, 1, 1)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..configs import Tile
+from ..configs import KEEPS_TALL, Tile
 
 # As Triton 3.8 and up call them, and what they were before.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -64,7 +64,7 @@ def operands(e, c, panel):
 
 def fold_tile(n, plain):
     """TALL for a plain fold, but where it would leave more of its rows empty than a hundredth of all."""
-    return TALL if plain and -n % TALL.BM <= n // 100 else TILE
+    return TALL if KEEPS_TALL and plain and -n % TALL.BM <= n // 100 else TILE
 
 
 def present(other, *tensors):
