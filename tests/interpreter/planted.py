@@ -155,9 +155,7 @@ class Fault(NamedTuple):
 
 FOLD, ONLINE, SPLITS, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, CONTRACT, TILE = (
     f"backends/triton/{name}.py"
-    for name in (
-        *("fold", "online", "splits", "merge", "dlogits", "gradient", "exponentials", "rows", "contract", "logits"),
-    )
+    for name in "fold online splits merge dlogits gradient exponentials rows contract logits".split()
 )
 RECOMPUTE, SINGLE_PASS, FUNCTIONAL = "schedules/recompute.py", "schedules/single_pass.py", "functional.py"
 TRANSFORM = "        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)\n"
