@@ -103,10 +103,10 @@ class Sizes:
         return plans
 
     def block_plans(self, per_doubling: int = 4) -> list:
-        """Plans of `single_pass` from the leanest to a single block, for budgets that grow geometrically."""
-        budget = self.leanest("single_pass")
+        """Plans of `single_pass` from the leanest to that of the largest block, for budgets that grow geometrically."""
+        budget, largest = self.leanest("single_pass"), self.planned(1 << 62, "single_pass").block
         plans = [self.planned(budget, "single_pass")]
-        while plans[-1].blocks > 1:
+        while plans[-1].block < largest:
             budget *= 2 ** (1 / per_doubling)
             plan = self.planned(math.ceil(budget), "single_pass")
             plans += [plan] * (plan.block > plans[-1].block)

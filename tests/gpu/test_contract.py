@@ -7,7 +7,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.states import make
 from benchmarks.truth import GRADIENT_BOUND, LOSS_BOUND, relative_error, truth
 
-from .contract import DEVICE, DTYPES, SINGLE_PASS, run, same_bits, size
+from .contract import DEVICE, DTYPES, MANY_BLOCKS, SINGLE_PASS, run, same_bits, size
 
 SINGLE_PASS_BOUND = 3.2e-3  # of a bf16 gradient: rows of e are rounded too, once they are scaled
 
@@ -39,6 +39,12 @@ def hold_contract(cce, shape, dtype, calls=None):
 def test_bf16(cce, name):
     budgets = {"recompute": SHAPES[name].workspace, "single_pass": SINGLE_PASS[name]}
     hold_contract(cce, SHAPES[name], torch.bfloat16, budgets)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", MANY_BLOCKS)
+def test_bf16_in_many_blocks(cce, name):
+    hold_contract(cce, SHAPES[name], torch.bfloat16, {"single_pass": MANY_BLOCKS[name]})
 
 
 @pytest.mark.large

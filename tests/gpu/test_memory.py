@@ -7,18 +7,21 @@ from benchmarks.memory import step_memory
 from benchmarks.shapes import SHAPES
 from benchmarks.states import make
 
-from .contract import SINGLE_PASS
+from .contract import MANY_BLOCKS, SINGLE_PASS
 
 pytestmark = [pytest.mark.large, pytest.mark.cuda_only]
 
 
-@pytest.mark.parametrize("schedule", ["recompute", "single_pass"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_peak_is_as_planned(cce, name, schedule):
+CALLS = [("recompute", name, shape.workspace) for name, shape in SHAPES.items()]
+CALLS += [("single_pass", name, SINGLE_PASS.get(name)) for name in SHAPES]
+CALLS += [("single_pass", name, workspace) for name, workspace in MANY_BLOCKS.items()]
+
+
+@pytest.mark.parametrize("schedule, name, workspace", CALLS)
+def test_peak_is_as_planned(cce, schedule, name, workspace):
     """Between 90 % and 102 % of the plan, over inputs and gradients, and within the budget."""
     shape = SHAPES[name]
     s = make(shape.n, shape.v, shape.d)
-    workspace = SINGLE_PASS.get(name) if schedule == "single_pass" else shape.workspace
     options = {"workspace": workspace, "schedule": schedule}
     valid = int((s.targets != -100).sum())
     plan = cce.plan(shape.n, shape.v, shape.d, torch.bfloat16, device="cuda", valid=valid, scalar=True, **options)

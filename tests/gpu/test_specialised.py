@@ -9,7 +9,7 @@ from .contract import DEVICE, DTYPES, hold, size
 
 SINGLE = {"schedule": "single_pass"}
 # Tokens and classes: the last two give the fold a narrow split, the second and the last suit tiles of 192 rows.
-SHAPE, TALL, NARROW, NARROW_TALL = (700, 5003), (767, 5003), (2048, 32003), (4221, 50257)
+SHAPE, TALL, NARROW, NARROW_TALL = (700, 5003), (767, 5003), (2048, 33003), (8250, 32003)
 OPTIONS = {
     "plain": {},
     "bias": {"bias": True},
@@ -43,7 +43,7 @@ def test_either_kind_holds_the_contract(cce, monkeypatch, name, dtype, specialis
         elif configs.GLUON and torch.cuda.get_device_capability() == (9, 0):
             expected = {"hopper_fold_kernel", "hopper_dlogits_kernel"}
             sizes = {"block_n": 256, "processors": configs.processors_of(torch.device(DEVICE))}
-            narrow = [cce.planner.forward_splits(n, v, 328, block_m=rows, **sizes).narrow for rows in (128, 192)]
+            narrow = [cce.splits.forward_splits(n, v, 328, block_m=rows, **sizes).narrow for rows in (128, 192)]
             assert any(narrow) == ("narrow" in name)
     before = dict(launches)
     s = make(*size((n, v, 328), (40, 331, 64)), DTYPES[dtype], DEVICE, ignored=options.pop("ignored", 0.01))

@@ -43,7 +43,7 @@ def distant(cce):
 
 def narrow_split(cce):
     """Two splits and a narrow one, in the second look at a distant target too."""
-    splits = importlib.import_module(f"{cce.__name__}.planner").Splits(every=3, narrow=1, listed=3)
+    splits = importlib.import_module(f"{cce.__name__}.splits").Splits(every=3, narrow=1, listed=3)
     fold = importlib.import_module(f"{cce.__name__}.backends.triton.fold")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fold, "forward_splits", lambda *_, **__: splits)

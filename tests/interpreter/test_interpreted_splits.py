@@ -15,7 +15,7 @@ def division(cce):
     """`forward_splits`, and the kernel below over the loaded module's own functions."""
     splits = importlib.import_module(f"{cce.__name__}.backends.triton.splits")
     globals().update(walk=splits.walk, pair=splits.pair)
-    return importlib.import_module(f"{cce.__name__}.planner").forward_splits
+    return importlib.import_module(f"{cce.__name__}.splits").forward_splits
 
 
 @triton.jit

@@ -15,11 +15,13 @@ Times are of one H200 (fitted to benchmarks/results); what is chosen by them is 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+
+from .splits import forward_splits
 
 MIB = 1 << 20
 SCHEDULES = ("auto", "recompute", "single_pass")
@@ -41,16 +43,17 @@ BLOCK_STEP = 128
 # Of an H200: dense 16-bit and IEEE fp32 products, operations a second; sums that products add to, bytes a second (part
 # of that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens.
 TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 680e12, 40e12, 7e12, 132
-CALL, PANEL, BLOCK = 2e-4, 5e-5, 2e-4
-# dC summed over a few blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets;
-# over more blocks all of it is kept in fp32. At this many its error is 3e-3; with 16-bit logits it is 4 to 6e-3.
-FEW_BLOCKS, FREQUENT = 18, 256
+CALL, PANEL, BLOCK = 2e-4, 1e-4, 2e-4
+# dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets: of few
+# blocks 256 to 4096 of them, of more as many as there may be targets, up to 16,384. Of more than MANY_BLOCKS all of it
+# is kept in fp32.
+FEW_BLOCKS, MANY_BLOCKS, FREQUENT = 18, 64, 256
+# Tokens of a panel of all classes beyond which its products get slower, and how much.
+LARGE_PANEL, SLOWER = 16384, 1.05
 # Tiles of cuBLAS's products, and how much longer a product of them alone takes; or with its inner dimension divided.
 GEMM_TILES, DIVIDED = {(128, 256): 1.0, (128, 192): 1.04}, 1.02
 # Numbers of kept columns that are weighed, as shares of the vocabulary; bytes a second of a pass over memory.
 KEPT_SHARES, PASS_RATE = 16, 4e12
-# What a narrow split of the fold has to save: its programs are elsewhere in the vocabulary than the others.
-NARROW = 1 + 1 / 256
 
 
 def _bytes(parts, stage):
@@ -103,58 +106,17 @@ class Plan:
         return "\n".join([*lines, f"  {'peak':<24} {self.workspace / MIB:12.2f} MiB"])
 
 
-class Splits(NamedTuple):
-    """Of the vocabulary by the fold: over all rows, of which the last has `narrow` tiles where that is not 0, and over
-    a list of valid rows that may be a tenth of them.
-    """
-
-    every: int
-    narrow: int
-    listed: int
-
-
-@functools.lru_cache(1024)
-def forward_splits(n: int, v: int, d: int, *, block_m: int, block_n: int, processors: int) -> Splits:
-    """The splits with which `processors` programs, that take pairs of a row block and a split in turn, are done first.
-
-    Those are splits whose pairs fill whole rounds, or nearly: the programs that are left over then share the pairs of a
-    narrow one. A split costs a tenth of a tile besides, and a partial 8 bytes a row: V / 1024 of them are 0.4 % of
-    16-bit logits. Programs in flight may read as many row blocks side by side; more than about 40 MB of them would not
-    stay in L2 while the vocabulary goes by.
-    """
-    row_blocks, tiles = -(-max(n, 1) // block_m), -(-v // block_n)
-    least = min(tiles, max(1, round(min(processors, row_blocks) * block_m * d * 2 / (40 * MIB))))
-    most = min(tiles, max(least, -(-4 * processors // row_blocks), min(v // 1024, 64)))
-
-    def rounds_of(wide):
-        """Pairs that a program takes of so many splits that are alike, and the programs that take none."""
-        rounds = -(-row_blocks * wide // processors)
-        return rounds, processors - -(-row_blocks * wide // rounds)
-
-    def narrow_beside(wide):
-        """Tiles of a narrow split that keep those programs busy for as long as the others."""
-        rounds, left_over = rounds_of(wide)
-        return tiles * rounds // (rounds + -(-row_blocks // left_over) * wide) if left_over else 0
-
-    def longest(wide, narrow):
-        """Tiles of the program that has most of them."""
-        rounds, left_over = rounds_of(wide)
-        uneven = min(1, rounds * (-(narrow - tiles) % wide / wide))
-        found = rounds * ((tiles - narrow) / wide + 0.1) + uneven
-        return max(found, -(-row_blocks // left_over) * (narrow + 0.1)) * NARROW if narrow else found
-
-    choices = [(wide, 0) for wide in range(least, most + 1)]
-    choices += [(wide, narrow) for wide in range(least, most) if (narrow := narrow_beside(wide))]
-    wide, narrow = min(choices, key=lambda choice: longest(*choice))
-    every = wide + (narrow > 0)
-    return Splits(every, narrow, min(tiles, max(every, min(-(-16 * processors // row_blocks), v // 1024))))
-
-
 def frequent_ids(n, blocks):
-    """The more often a row is rounded, and the fewer tokens its class has, the fewer rows may be (docs/numerics.md)."""
+    """The more often a row is rounded, and the fewer tokens its class has, the fewer rows may be (docs/numerics.md).
+
+    0 where none may be.
+    """
     if blocks <= 2 or 512 * blocks**2 <= n:
         return FREQUENT
-    return FREQUENT << 3 + (blocks > 16)
+    covering = min(max(FREQUENT, 1 << (n // 2 - 1).bit_length()), FREQUENT << 6)
+    if blocks <= min(max(6, int(1.13 * n**0.25)), FEW_BLOCKS):
+        return min(FREQUENT << 3 + (blocks > 16), covering)
+    return covering if blocks <= MANY_BLOCKS and n <= 8 * covering else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +146,8 @@ class _Sizes:
 
     def frequent(self, blocks):
         """Ids whose rows of dC are summed in fp32 where the others are rounded after each block; 0 where none are."""
-        few = min(max(6, int(1.13 * self.n**0.25)), FEW_BLOCKS)
         ids = frequent_ids(self.n, blocks)
-        return ids * (self.gpu and self.itemsize < 4 and 1 < blocks <= few and self.v > ids)
+        return ids * (self.gpu and self.itemsize < 4 and blocks > 1 and self.v > ids)
 
     def splits(self, n):
         # Of a device of 132 multiprocessors and the taller or lower tiles, a twentieth of a percent of the logits.
@@ -208,7 +169,7 @@ def _default_budget(s: _Sizes, schedule):
     if schedule == "single_pass" and not s.gpu:
         # A sixth of what materializing takes is not worth slower, shorter blocks.
         block = min(s.n, CPU_BLOCK)
-        budget = max(budget, min(_peak(_block_parts(s, block, block)), 2 * s.n * s.v))
+        budget = max(budget, min(_peak(_block_parts(s, block, block, False)), 2 * s.n * s.v))
     return budget
 
 
@@ -264,6 +225,7 @@ def _recompute(s: _Sizes, budget, kept):
         time += panels * (PANEL + 8 * rows * s.d * s.need_de / SUM_RATE)
         # What is kept is a block of all tokens; rows of e and of dE are scaled besides.
         time += (kept > 0) * (BLOCK + 14 * rows * s.d / PASS_RATE)
+    time *= SLOWER if kept and s.n > LARGE_PANEL else 1.0
     flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.d * (s.v * (s.need_de + s.need_dc) + (s.v - kept) * s.backward)
     parts = MappingProxyType(_panel_parts(s, width, kept))
     return Plan("recompute", width, panels, s.valid, 1, s.valid, kept, parts, flops, _milliseconds(s, time))
@@ -273,8 +235,11 @@ def _recompute(s: _Sizes, budget, kept):
 _LADDER = [*range(1, 20), *(round(20 * 1.1**k) for k in range(120))]
 
 
-def _block_parts(s: _Sizes, block, chunk):
-    """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted a chunk at a time."""
+def _block_parts(s: _Sizes, block, chunk, all_fp32):
+    """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted a chunk at a time.
+
+    All of dC is summed in fp32 with `all_fp32` or where it has to be.
+    """
     parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 64) * block}
     parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * 64 * math.ceil(s.v / 64)
     # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
@@ -286,7 +251,7 @@ def _block_parts(s: _Sizes, block, chunk):
         parts["forward:slice"] = tile // 8
         parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
     blocks = math.ceil(s.n / block)
-    if s.need_dc and s.frequent(blocks):
+    if s.need_dc and s.frequent(blocks) and not all_fp32:
         parts["forward:fp32 dC of frequent ids"] = s.frequent(blocks) * (4 * s.d + s.itemsize * block) + 24 * s.v
     elif s.need_dc and s.itemsize < 4 and blocks > 1:
         parts["forward:fp32 dC"] = 4 * s.v * s.d
@@ -299,27 +264,31 @@ def _block_parts(s: _Sizes, block, chunk):
 def _single_pass(s: _Sizes, budget):
     """The plan of the least predicted time within the budget, or of the fewest bytes."""
 
-    def seconds(block, chunk):
+    def seconds(block, chunk, all_fp32):
         if not s.gpu:
             return abs(block - CPU_BLOCK)
         blocks = math.ceil(s.n / block)
-        time = _product(s, s.n, epilogue=85) + _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc)
-        summed = (blocks - 1) * s.v * s.d * s.need_dc * (4 if s.frequent(blocks) else 8)
-        return time + blocks * BLOCK + summed / SUM_RATE
+        ids = 0 if all_fp32 else s.frequent(blocks)
+        # Columns of frequent ids are gathered, then contracted: twice the time of their product.
+        time = _product(s, s.n, epilogue=85)
+        time += _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc * (1 + 2 * ids / s.v))
+        time *= SLOWER if block > LARGE_PANEL else 1.0
+        return time + blocks * BLOCK + (blocks - 1) * s.v * s.d * s.need_dc * (4 if ids else 8) / SUM_RATE
 
     # The same candidates for every budget, so that a larger one is never slower.
-    used = {}
+    used, sums_differ = {}, s.gpu and s.itemsize < 4
     for blocks in _LADDER:
         block = min(s.n, BLOCK_STEP * math.ceil(s.n / (blocks * BLOCK_STEP)))
-        for chunk in (block, (block + 1) // 2) if s.gpu and s.itemsize < 4 else (block,):
-            used[block, chunk] = _peak(_block_parts(s, block, chunk))
+        for halved, all_fp32 in itertools.product((False, True), repeat=2) if sums_differ else [(False, False)]:
+            chunk = (block + 1) // 2 if halved else block
+            used[block, chunk, all_fp32] = _peak(_block_parts(s, block, chunk, all_fp32))
         if block <= BLOCK_STEP:
             break
     fitting = [sizes for sizes in used if used[sizes] <= budget] or [min(used, key=used.get)]
-    block, chunk = min(fitting, key=lambda sizes: seconds(*sizes))
+    block, chunk, all_fp32 = min(fitting, key=lambda sizes: seconds(*sizes))
     flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
-    parts, width = MappingProxyType(_block_parts(s, block, chunk)), 64 * math.ceil(s.v / 64)
-    time = _milliseconds(s, seconds(block, chunk))
+    parts, width = MappingProxyType(_block_parts(s, block, chunk, all_fp32)), 64 * math.ceil(s.v / 64)
+    time = _milliseconds(s, seconds(block, chunk, all_fp32))
     return Plan("single_pass", width, 1, block, math.ceil(s.n / block), chunk, 0, parts, flops, time)
 
 

@@ -122,10 +122,10 @@ class _Smoothing:
 
 
 class _Sum:
-    """dC as a sum over blocks: of one block rounded once, of many in fp32.
+    """dC as a sum over blocks: of one block rounded once, of several in 16 bits, rounded after each, or in fp32.
 
-    Of a few in 16 bits, rounded after each; but the rows of the most frequent targets, which carry most of the
-    gradient of a language model, in fp32 then too: they are summed a second time on their own.
+    Where in 16 bits, the rows of the most frequent targets, which carry most of the gradient of a language model, are
+    in fp32 all the same: they are summed a second time on their own.
     """
 
     def __init__(self, backend, plan, problem, dc):

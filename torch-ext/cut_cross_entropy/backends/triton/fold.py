@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...planner import forward_splits
 from ...problem import Fold
+from ...splits import forward_splits
 from . import configs, hopper
 from .launch import cdiv, launch
 from .logits import above, logit_arguments, softcap_kind, store_tile, tile_dot, transform
@@ -202,7 +202,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     specialised = configs.specialised(e, c, c if panel is None else panel)
     # The columns of a bias would not fit into the registers of a tall tile.
     plain = relative and not store and problem.bias is None
-    # Of the pass over all rows; the others are over the same splits, multiples of its columns.
+    # Of the pass over all rows. Rows that are folded again have to be by its splits, multiples of its columns.
     dense_tile = hopper.fold_tile(n, plain) if specialised else tile
     row_blocks, processors = cdiv(n, tile.BM), configs.processors_of(device)
     splits = forward_splits(n, v, d, block_m=dense_tile.BM, block_n=dense_tile.BN, processors=processors)
@@ -251,18 +251,18 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
             )  # fmt: skip
 
     def run(listed=False, relative=False, retry=False):
-        split, narrow = (most, 0) if listed else (splits.every, splits.narrow)
+        number, narrow = (most, 0) if listed else (splits.every, splits.narrow)
         c_operand, c_descriptor = configs.operand(c, tile.BN, tile.BK, config)
         e_operand, from_descriptor = (e, False) if listed else configs.operand(e, tile.BM, tile.BK, config)
         panel_operand, panel_descriptor = None, False
         if store and relative:
             panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config)
         launch(
-            fold_kernel, row_blocks * split, device,
+            fold_kernel, row_blocks * number, device,
             e_operand, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_pz, part_argmax,
             panel_operand, overflow,
-            n, v, d, split, narrow, most, min(v, panel.shape[1]) if store else 0, *scalars,
+            n, v, d, number, narrow, most, min(v, panel.shape[1]) if store else 0, *scalars,
             e.stride(0), c.stride(0), panel.stride(0) if store else 0,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, SPAN=dense_tile.BN, GROUP=configs.GROUP,
             DENSE=dense, LISTED=listed, COUNTED=counted,

@@ -1,7 +1,7 @@
 """How the fold is divided: pairs of a row block and a split of the vocabulary, and which program takes which.
 
-All splits are of the same width, up to a tile; or the last one has `narrow` tiles. Its pairs are for the programs that
-are left over where the others are taken in full rounds: of 132, the four beside 128 row blocks times splits.
+All splits are regular, of the same width up to a tile; or the last one has `narrow` tiles. Its pairs are for the
+programs that are left over where the others are taken in full rounds: of 132, the four beside 128 regular pairs.
 """
 
 import triton
@@ -25,24 +25,33 @@ def counted(count, N, splits, narrow, most, BM: tl.constexpr):
 
 
 @triton.jit
+def regular(splits, narrow):
+    """How many splits are of the same width."""
+    return splits - tl.minimum(narrow, 1)
+
+
+@triton.jit
 def walk(blocks, splits, narrow):
-    """Numbers of the pairs of this program, of a few that take all of them in turn: start, stop, step."""
+    """Numbers of the pairs of this program, of a few that take all of them in turn: start, stop, step.
+
+    Of regular splits as many programs take pairs as it needs for the least number of rounds.
+    """
     i, programs = tl.program_id(0), tl.num_programs(0)
-    alike = blocks * (splits - tl.minimum(narrow, 1))
-    crew = tl.cdiv(alike, tl.maximum(tl.cdiv(alike, programs), 1))
-    start, stop = tl.where(i < crew, i, alike + i - crew), tl.where(i < crew, alike, blocks * splits)
-    return start, stop, tl.where(i < crew, crew, programs - crew)
+    pairs = blocks * regular(splits, narrow)
+    taking = tl.cdiv(pairs, tl.maximum(tl.cdiv(pairs, programs), 1))
+    start, stop = tl.where(i < taking, i, pairs + i - taking), tl.where(i < taking, pairs, blocks * splits)
+    return start, stop, tl.where(i < taking, taking, programs - taking)
 
 
 @triton.jit
 def pair(i, blocks, splits, narrow, V, SPAN: tl.constexpr, GROUP: tl.constexpr):
     """Of pair number i the row block, the split, and its first and last multiple of SPAN columns."""
-    spans, wide = tl.cdiv(V, SPAN), splits - tl.minimum(narrow, 1)
+    spans, number = tl.cdiv(V, SPAN), regular(splits, narrow)
     shared = (spans - narrow).to(tl.int64)
-    if i < blocks * wide:
-        i_m, i_s = grouped(i, blocks, wide, GROUP)
-        first, last = (shared * i_s // wide).to(tl.int32), (shared * (i_s + 1) // wide).to(tl.int32)
+    if i < blocks * number:
+        i_m, i_s = grouped(i, blocks, number, GROUP)
+        first, last = (shared * i_s // number).to(tl.int32), (shared * (i_s + 1) // number).to(tl.int32)
     else:
-        i_m, i_s = i - blocks * wide, wide
+        i_m, i_s = i - blocks * number, number
         first, last = spans - narrow, spans
     return i_m, i_s, first, last
