@@ -9,7 +9,7 @@ from .contract import DEVICE, DTYPES, hold, size
 
 SINGLE = {"schedule": "single_pass"}
 # Tokens and classes: the last two give the fold a narrow split, the second and the last suit tiles of 192 rows.
-SHAPE, TALL, NARROW, NARROW_TALL = (700, 5003), (767, 5003), (2048, 33003), (8250, 32003)
+SHAPE, TALL, NARROW, NARROW_TALL = (700, 5003), (767, 5003), (2048, 33003), (8250, 31993)
 OPTIONS = {
     "plain": {},
     "bias": {"bias": True},
