@@ -16,7 +16,7 @@
 | exponentials   | e, c, bias, targets, weights     | the panel, and a factor per row: dz = factor * panel       |
 | column_sum     | a matrix, weights of its rows    | their weighted sum in fp32                                 |
 | expand_block   | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |
-| subtract_outer | a sum for dC, two vectors        | their outer product subtracted, in the dtype of dC         |
+| write_rows     | a sum for dC, two vectors        | less their outer product, in the dtype of dC               |
 | scale          | gradients, upstream              | their product in place                                     |
 """
 

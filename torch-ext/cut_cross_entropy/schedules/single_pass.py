@@ -114,6 +114,9 @@ class _Smoothing:
     def of_rows(self, i0, i1):
         return self.smooth[i0:i1], self.classes
 
+    def of_classes(self, ids=slice(None)):
+        return self.weight[ids], self.tokens
+
     def value(self, problem, lse):
         value = problem.total_weight * (self.smooth * lse).sum() - (self.tokens * self.classes).sum()
         if problem.bias is None:
@@ -145,14 +148,12 @@ class _Sum:
             self.backend.accumulate(x.index_select(1, self.ids).t(), scaled, self.frequent, first)
 
     def finish(self, smoothing):
-        if smoothing:
-            self.backend.subtract_outer(self.total, smoothing.weight, smoothing.tokens, self.dc)
-        elif self.total is not self.dc:
-            self.dc.copy_(self.total)
+        less = smoothing and smoothing.of_classes()
+        if smoothing or self.total is not self.dc:
+            self.backend.write_rows(self.total, self.dc, less=less)
         if self.ids is not None:
-            if smoothing:
-                self.backend.subtract_outer(self.frequent, smoothing.weight[self.ids], smoothing.tokens, self.frequent)
-            self.dc.index_copy_(0, self.ids, self.frequent.to(self.dc.dtype))
+            less = smoothing and smoothing.of_classes(self.ids)
+            self.backend.write_rows(self.frequent, self.dc, at=self.ids, less=less)
 
 
 def _frequent(problem, k):

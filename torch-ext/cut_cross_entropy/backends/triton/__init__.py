@@ -18,7 +18,7 @@ from .rows import (
     scale,
     scale_rows,
     select,
-    subtract_outer,
+    write_rows,
 )
 
 NAME = "triton"
@@ -26,5 +26,5 @@ NAME = "triton"
 __all__ = [
     "NAME", "accumulate", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host", "dlogits",
     "expand", "expand_block", "exponentials", "factors", "fold", "folds_all_rows", "launches", "new_panel", "new_rows",
-    "panel_unit", "reads_count", "scale", "scale_rows", "select", "subtract_outer",
+    "panel_unit", "reads_count", "scale", "scale_rows", "select", "write_rows",
 ]  # fmt: skip

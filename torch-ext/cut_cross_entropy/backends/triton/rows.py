@@ -118,8 +118,9 @@ def expand_kernel(
     i = tl.program_id(0)
     live, row = i >= 0, i.to(tl.int64)
     if rows is not None:
-        live = first + i < tl.load(count)
         row = tl.load(rows + first + i).to(tl.int64)
+    if count is not None:
+        live = first + i < tl.load(count)
     scale = 1.0
     if unit is not None:
         scale = 1.0 / tl.load(unit)
@@ -147,9 +148,9 @@ def expand_block(accumulator, rows, count, first, factors, de, less=None):
     _expand(accumulator.shape[0], accumulator, de, rows, count, factors=factors, less=less, first=first)
 
 
-def subtract_outer(total, rows, columns, out):
-    """out = total - rows[:, None] * columns, in fp32 and rounded once; out may be total."""
-    _expand(total.shape[0], total, out, less=(rows, columns))
+def write_rows(total, out, at=None, less=None):
+    """out[at[i]] = total[i] - less[0][i] * less[1], in fp32 and rounded once; without `at` row by row, onto itself too."""
+    _expand(total.shape[0], total, out, at, less=less)
 
 
 def scale_rows(rows, factors):
