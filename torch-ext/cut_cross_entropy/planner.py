@@ -41,9 +41,10 @@ TILE_ROWS, TILE_COLUMNS, CPU_BLOCK = 512, 1024, 512
 # Tokens of a block are a multiple of this, and no fewer: the tallest tile of the kernels.
 BLOCK_STEP = 128
 # Of an H200: dense 16-bit and IEEE fp32 products, operations a second; sums that products add to, bytes a second (part
-# of that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens.
-TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 680e12, 40e12, 7e12, 132
-CALL, PANEL, BLOCK = 2e-4, 1e-4, 2e-4
+# of that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens, keeping
+# exponentials for the backward.
+TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 700e12, 40e12, 6e12, 132
+CALL, PANEL, BLOCK, KEEPING = 1e-4, 7e-5, 1.5e-4, 4e-4
 # dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets: of few
 # blocks 256 to 4096 of them, of more as many as there may be targets, up to 16,384. Of more than MANY_BLOCKS all of it
 # is kept in fp32.
@@ -224,7 +225,7 @@ def _recompute(s: _Sizes, budget, kept):
         time += _product(s, rows, epilogue=110) * rest / s.v + _product(s, rows) * (s.need_de * waves + s.need_dc)
         time += panels * (PANEL + 8 * rows * s.d * s.need_de / SUM_RATE)
         # What is kept is a block of all tokens; rows of e and of dE are scaled besides.
-        time += (kept > 0) * (BLOCK + 14 * rows * s.d / PASS_RATE)
+        time += (kept > 0) * (KEEPING + 14 * rows * s.d / PASS_RATE)
     time *= SLOWER if kept and s.n > LARGE_PANEL else 1.0
     flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.d * (s.v * (s.need_de + s.need_dc) + (s.v - kept) * s.backward)
     parts = MappingProxyType(_panel_parts(s, width, kept))
@@ -299,7 +300,7 @@ def _product(s: _Sizes, rows, epilogue=0):
 
 @functools.lru_cache(1024)
 def _waves(rows, d):
-    """How much longer a product of few rows takes because the tiles of its last wave do not fill the device.
+    """How much longer a product of few rows takes because its tiles do not fill the last wave, nor its rows the tiles.
 
     cuBLAS chooses among tile shapes, and divides the inner dimension (here the vocabulary) where tiles are few.
     """
@@ -309,8 +310,8 @@ def _waves(rows, d):
             tiles = math.ceil(rows / bm) * math.ceil(d / bn)
             for k in (1, 2, 3, 4):
                 if k == 1 or k * tiles <= 3 * PROCESSORS:
-                    full = math.ceil(k * tiles / PROCESSORS) * PROCESSORS / (k * tiles)
-                    found.append(full * longer * (DIVIDED if k > 1 else 1.0))
+                    area = math.ceil(k * tiles / PROCESSORS) * PROCESSORS * bm * bn
+                    found.append(area / (k * rows * d) * longer * (DIVIDED if k > 1 else 1.0))
     return min(found)
 
 
