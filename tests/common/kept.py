@@ -21,7 +21,7 @@ def keeping_pays(cce, monkeypatch):
     planner = importlib.import_module(f"{cce.__name__}.planner")
     monkeypatch.setattr(planner, "PANEL_STEP", 64)
     monkeypatch.setattr(planner, "PANEL", 0.0)
-    monkeypatch.setattr(planner, "BLOCK", 0.0)
+    monkeypatch.setattr(planner, "KEEPING", 0.0)
     monkeypatch.setattr(planner, "_waves", lambda rows, d: 1)
     for rate in ("PASS_RATE", "SUM_RATE"):
         monkeypatch.setattr(planner, rate, float("inf"))
