@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 
@@ -12,16 +13,19 @@ Samples = dict[str, list[float]]
 
 
 def interleaved(steps: Mapping[str, Callable[[], object]], *, repeats: int = 10, warmup: int = 2) -> Samples:
-    """Milliseconds of every step, `repeats` each, in rounds: a drift of the clock reaches all of them alike."""
-    on_gpu = torch.cuda.is_available()
+    """Milliseconds of every step, `repeats` each, in rounds: a drift of the clock reaches all of them alike.
+
+    Every round has an order of its own, since what ran before a step decides the clock that it finds.
+    """
+    on_gpu, order = torch.cuda.is_available(), random.Random(0)
     for _ in range(warmup):
         for step in steps.values():
             step()
     marks = {name: [] for name in steps}
     for _ in range(repeats):
-        for name, step in steps.items():
+        for name in order.sample(list(steps), len(steps)):
             start = mark(on_gpu)
-            step()
+            steps[name]()
             marks[name].append((start, mark(on_gpu)))
     if on_gpu:
         torch.cuda.synchronize()
