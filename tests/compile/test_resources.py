@@ -43,6 +43,7 @@ class Options(NamedTuple):
 
 
 PLAIN = Options()
+SOFTCAP = Options(softcap=True)
 LARGE = Options(bias=True, large=True)
 BIAS_SOFTCAP = Options(bias=True, softcap=True)
 SMOOTH = Options(bias=True, smooth=True, weight=True)
@@ -118,13 +119,12 @@ def cases():
             yield Case(90, kernel, options)
     for options in (SMOOTH_LARGE, STATS_LARGE, BIAS_SOFTCAP, LARGE, STATS, PLAIN):
         yield Case(90, "hopper_dlogits", options)
-    for options in (SMOOTH_LARGE, STATS_LARGE, STATS):
+    for options in (SMOOTH_LARGE, STATS_LARGE, SMOOTH_SOFTCAP, STATS):
         yield Case(90, "hopper_online", options)
-    for options in (LARGE._replace(bias=False), PLAIN):
+    for options in (SOFTCAP, LARGE._replace(bias=False), PLAIN):
         yield Case(90, "hopper_fold-tall", options)
-    for options in (LARGE, PLAIN):
-        yield Case(90, "hopper_fold", options)
     for options in (BIAS_SOFTCAP, LARGE, PLAIN):
+        yield Case(90, "hopper_fold", options)
         yield Case(90, "hopper_fold-store", options)
     for options in (STATS_LARGE, SMOOTH_SOFTCAP, PLAIN):
         yield Case(90, "fold-listed", options)
