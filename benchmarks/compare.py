@@ -155,9 +155,11 @@ class Compare:
         else:
             options = self.options(name, point, shape, entries)
             sizes = (shape.n, shape.v, shape.d, torch.bfloat16)
-            # `recompute` plans its backward once it knows the count of valid rows, `single_pass` before that.
-            known = {"valid": int((s.targets != -100).sum())} if name == "recompute" else {}
-            plan = self.cce.plan(*sizes, device=self.device, scalar=True, **options, **known)
+            plan = self.cce.plan(*sizes, device=self.device, scalar=True, **options)
+            if plan.schedule == "recompute" and not plan.kept:
+                # Its backward plans anew, once it knows the count of valid rows.
+                known = {"schedule": "recompute", "kept": 0, "valid": int((s.targets != -100).sum())}
+                plan = self.cce.plan(*sizes, device=self.device, **options | known)
             planned = {"bytes": plan.workspace, "milliseconds": plan.milliseconds}
             yield {"budget": options.get("workspace"), "plan": str(plan).splitlines(), "planned": planned}
             function = partial(self.cce.linear_cross_entropy, **options)

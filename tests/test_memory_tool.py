@@ -33,14 +33,16 @@ def test_leanest_is_the_smallest_budget_the_planner_accepts(cce, schedule, dtype
         sizes.planned(lean - 1, schedule)
 
 
-@pytest.mark.parametrize("n, v, d", [(32768, 128256, 4096), (1, 1, 1), (7, 176245, 1024), (65535, 1000, 8)])
+@pytest.mark.parametrize(
+    "n, v, d, largest", [(32768, 128256, 4096, 16384), (1, 1, 1, 1), (7, 176245, 1024, 7), (65535, 1000, 8, 65535)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_block_curve_rises_from_the_leanest_plan_to_the_largest_block(cce, n, v, d, dtype):
+def test_block_curve_rises_from_the_leanest_plan_to_the_largest_block(cce, n, v, d, largest, dtype):
     sizes = memory.Sizes(n, v, d, dtype, cce.plan)
     plans = sizes.block_plans()
     blocks, bytes_ = [plan.block for plan in plans], [plan.workspace for plan in plans]
     assert blocks == sorted(set(blocks)) and bytes_ == sorted(bytes_)
-    assert plans[-1].block >= min(n, 8192) and plans[0].workspace <= sizes.leanest("single_pass")
+    assert plans[-1].block == largest and plans[0].workspace <= sizes.leanest("single_pass")
     assert {plan.schedule for plan in plans} == {"single_pass"}
 
 

@@ -12,7 +12,7 @@ DEVICE = os.environ.get("CCE_TEST_DEVICE", "cuda")
 SINGLE_PASS = {
     name: mib << 20 for name, mib in (("llama3-8b", 1126), ("gemma2-2b", 2304), ("wide", 1792), ("odd", 1792))
 }
-# The same for more blocks than dC is rounded after, but for the rows of all its targets.
+# The same for so many blocks that dC has the rows of nearly all targets in fp32.
 MANY_BLOCKS = {name: mib << 20 for name, mib in (("llama3-8b", 256), ("gemma2-2b", 320), ("wide", 512), ("odd", 768))}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
