@@ -24,6 +24,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -92,6 +93,15 @@ class Recorder:
         coefficients, gradients = [torch.ones(problem.e.shape[0])] * 3, self._gradients_of(problem)
         self.single_pass.loss_and_gradients(self.backend, problem, *coefficients, False, gradients, None, "single_pass")
         self.backend.scale(torch.ones(()), gradients.de, gradients.dc, gradients.dbias)
+        return self._by_name()
+
+    def rounded_sums(self, row, problem):
+        """The same of what `single_pass` does to targets, by blocks and at the end, where dC is summed in 16 bits."""
+        self._begin(row, 0, False)
+        n, v = problem.e.shape[0], problem.c.shape[0]
+        frequent, vectors, rows = torch.zeros(v, dtype=torch.int8), torch.zeros(2, n), torch.arange(n)
+        self.backend.take_targets(problem, torch.zeros(n, v, dtype=problem.e.dtype), frequent, *vectors)()
+        self.backend.add_targets(problem, rows.int(), frequent, vectors[1], torch.empty_like(problem.c))
         return self._by_name()
 
     def _gradients_of(self, problem):

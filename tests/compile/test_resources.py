@@ -158,16 +158,19 @@ def cases():
 CASES = list(every_case() if os.environ.get("CCE_COMPILE_ALL") == "1" else cases())
 
 
-def step(recorder, case, live=None):
+def problem_of(recorder, case):
     n, v = 384 if case.kernel.endswith("tall") else 256, 512
-    live = n if live is None else live
-    problem = recorder.problem.Problem(
+    return recorder.problem.Problem(
         e=torch.zeros(n, case.d, dtype=case.dtype), c=torch.zeros(v, case.d, dtype=case.dtype),
         targets=torch.zeros(n, dtype=torch.int64), bias=torch.zeros(v) if case.options.bias else None,
         weight=torch.zeros(v) if case.options.weight else None, ignore_index=-100,
         softcap={(True, False): 30.0, (False, True): 50.0}.get(case.options[1:3]), scale=1.5, temperature=0.7,
     )  # fmt: skip
-    upstream = ["nll"]
+
+
+def step(recorder, case, live=None):
+    problem, upstream = problem_of(recorder, case), ["nll"]
+    live = len(problem.targets) if live is None else live
     if case.options.smooth:
         upstream += ["rest", "smooth"]
     if case.options.stats:
@@ -216,6 +219,13 @@ def test_row_kernels_fit(recorder, kernel, arch):
 @pytest.mark.parametrize("kernel", ["offset", "factor", "expand", "scale"])
 def test_row_kernels_of_a_sweep_fit(recorder, kernel, arch):
     launches = step(recorder, Case(arch, "fold-store", BIAS_SOFTCAP), live=100)
+    check(launches[f"{kernel}_kernel"][0], arch)
+
+
+@pytest.mark.parametrize("arch", [80, 90, "gfx942"])
+@pytest.mark.parametrize("kernel", ["take_targets", "put_targets", "add_targets"])
+def test_kernels_of_rounded_sums_fit(recorder, kernel, arch):
+    launches = recorder.rounded_sums(LIMITS[arch][0], problem_of(recorder, Case(arch, "fold-store", PLAIN)))
     check(launches[f"{kernel}_kernel"][0], arch)
 
 

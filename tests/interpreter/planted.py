@@ -129,6 +129,13 @@ def swept_in_blocks(cce):
     held(cce, sweep.single(45, 70, 8, token_weight=True), blocks=3)
 
 
+def swept_in_rounded_blocks(cce):
+    """dC in 16 bits, but for the four most frequent of eight targets."""
+    case = sweep.single(29, 70, 8, torch.bfloat16)
+    case.targets = torch.arange(29) % 8
+    held(cce, case, blocks=2)
+
+
 def swept_past_the_count(cce):
     """One class towers over the rest, and there are rows past the count."""
     case = sweep.single(9, 70, 16, torch.bfloat16, bias=True)
@@ -153,9 +160,9 @@ class Fault(NamedTuple):
     found_by: Callable
 
 
-FOLD, ONLINE, SPLITS, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, CONTRACT, TILE = (
+FOLD, ONLINE, SPLITS, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, TARGETS, CONTRACT, TILE = (
     f"backends/triton/{name}.py"
-    for name in "fold online splits merge dlogits gradient exponentials rows contract logits".split()
+    for name in "fold online splits merge dlogits gradient exponentials rows targets contract logits".split()
 )
 RECOMPUTE, SINGLE_PASS, FUNCTIONAL = "schedules/recompute.py", "schedules/single_pass.py", "functional.py"
 TRANSFORM = "        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)\n"
@@ -255,7 +262,19 @@ FAULTS = {
         FOLD, [("b_stored = b_p * (1.0 - b_x * b_x)", "b_stored = b_p * 1.0")], swept
     ),
     "dC of the last block alone": Fault(
-        SINGLE_PASS, [("scaled[: i1 - i0], first=i0 == 0)", "scaled[: i1 - i0], first=True)")], swept_in_blocks
+        SINGLE_PASS, [("self.total[a:b], first)", "self.total[a:b], True)")], swept_in_blocks
+    ),
+    "columns next to those of frequent ids": Fault(
+        SINGLE_PASS, [("index_select(1, self.ids)", "index_select(1, self.ids ^ 1)")], swept_in_rounded_blocks
+    ),
+    "frequent ids of the last block alone": Fault(
+        SINGLE_PASS, [("self.frequent, first)", "self.frequent, True)")], swept_in_rounded_blocks
+    ),
+    "targets taken out of the panel and not put back": Fault(
+        SINGLE_PASS, [("put_back()", "pass")], swept_in_rounded_blocks
+    ),
+    "equal targets added once": Fault(
+        TARGETS, [("while here == y:", "while (here == y) & (j == k):")], swept_in_rounded_blocks
     ),
     "every block weighs its tokens as the first": Fault(
         SINGLE_PASS, [("slice(i0, i1)", "slice(0, i1 - i0)")], swept_in_blocks

@@ -44,11 +44,10 @@ BLOCK_STEP = 128
 # of that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens, keeping
 # exponentials for the backward.
 TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 700e12, 40e12, 6e12, 132
-CALL, PANEL, BLOCK, KEEPING = 1e-4, 7e-5, 1.5e-4, 4e-4
-# dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets: of few
-# blocks 256 to 4096 of them, of more as many as there may be targets, up to 16,384. Of more than MANY_BLOCKS all of it
-# is kept in fp32.
-FEW_BLOCKS, MANY_BLOCKS, FREQUENT = 18, 64, 256
+CALL, PANEL, BLOCK, KEEPING = 1e-4, 7e-5, 1e-4, 4e-4
+# dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets: FREQUENT of
+# them for every FOR_BLOCKS blocks. Of more than MANY_BLOCKS all of it is kept in fp32.
+FREQUENT, FOR_BLOCKS, MANY_BLOCKS = 256, 32, 128
 # Tokens of a panel of all classes beyond which its products get slower, and how much.
 LARGE_PANEL, SLOWER = 16384, 1.05
 # Tiles of cuBLAS's products, and how much longer a product of them alone takes; or with its inner dimension divided.
@@ -107,17 +106,12 @@ class Plan:
         return "\n".join([*lines, f"  {'peak':<24} {self.workspace / MIB:12.2f} MiB"])
 
 
-def frequent_ids(n, blocks):
-    """The more often a row is rounded, and the fewer tokens its class has, the fewer rows may be (docs/numerics.md).
+def frequent_ids(blocks):
+    """Ids whose rows of dC are summed in fp32 beside those that are rounded after each block; 0 where all are in fp32.
 
-    0 where none may be.
+    The more often a row is rounded, the fewer may be (docs/numerics.md).
     """
-    if blocks <= 2 or 512 * blocks**2 <= n:
-        return FREQUENT
-    covering = min(max(FREQUENT, 1 << (n // 2 - 1).bit_length()), FREQUENT << 6)
-    if blocks <= min(max(6, int(1.13 * n**0.25)), FEW_BLOCKS):
-        return min(FREQUENT << 3 + (blocks > 16), covering)
-    return covering if blocks <= MANY_BLOCKS and n <= 8 * covering else 0
+    return FREQUENT * math.ceil(blocks / FOR_BLOCKS) if blocks <= MANY_BLOCKS else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +140,8 @@ class _Sizes:
         return 4 * min(rows, TILE_ROWS) * columns, 4 * columns * self.d * (self.itemsize < 4)
 
     def frequent(self, blocks):
-        """Ids whose rows of dC are summed in fp32 where the others are rounded after each block; 0 where none are."""
-        ids = frequent_ids(self.n, blocks)
+        """The ids of `frequent_ids` where there are any beside them and they are rounded at all."""
+        ids = frequent_ids(blocks)
         return ids * (self.gpu and self.itemsize < 4 and blocks > 1 and self.v > ids)
 
     def splits(self, n):
@@ -170,7 +164,7 @@ def _default_budget(s: _Sizes, schedule):
     if schedule == "single_pass" and not s.gpu:
         # A sixth of what materializing takes is not worth slower, shorter blocks.
         block = min(s.n, CPU_BLOCK)
-        budget = max(budget, min(_peak(_block_parts(s, block, block, False)), 2 * s.n * s.v))
+        budget = max(budget, min(_peak(_block_parts(s, block, block)), 2 * s.n * s.v))
     return budget
 
 
@@ -213,7 +207,8 @@ def _recompute(s: _Sizes, budget, kept):
         fitting = [p for p in others if p.workspace <= budget and lean.workspace <= budget]
         return min([lean, *fitting], key=lambda p: p.milliseconds)
     width = panels = 0
-    time = _product(s, s.n, epilogue=85 if kept else 45)
+    product = functools.partial(_product, s, panel=s.n if kept else 0)
+    time = product(s.n, epilogue=85 if kept else 45)
     if s.backward:
         rows, rest = s.n if kept else s.valid, s.v - kept
         if rest:
@@ -222,21 +217,22 @@ def _recompute(s: _Sizes, budget, kept):
             widest = (budget - held) // per_column // PANEL_STEP * PANEL_STEP
             width, panels = _panel_columns(rest, max(widest, PANEL_STEP if s.gpu else TILE_COLUMNS))
         waves = _waves(rows, s.d) if kept else 1
-        time += _product(s, rows, epilogue=110) * rest / s.v + _product(s, rows) * (s.need_de * waves + s.need_dc)
+        time += product(rows, epilogue=110) * rest / s.v + product(rows) * (s.need_de * waves + s.need_dc)
         time += panels * (PANEL + 8 * rows * s.d * s.need_de / SUM_RATE)
         # What is kept is a block of all tokens; rows of e and of dE are scaled besides.
         time += (kept > 0) * (KEEPING + 14 * rows * s.d / PASS_RATE)
-    time *= SLOWER if kept and s.n > LARGE_PANEL else 1.0
     flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.d * (s.v * (s.need_de + s.need_dc) + (s.v - kept) * s.backward)
     parts = MappingProxyType(_panel_parts(s, width, kept))
     return Plan("recompute", width, panels, s.valid, 1, s.valid, kept, parts, flops, _milliseconds(s, time))
 
 
-# Numbers of blocks of tokens that are weighed: every one up to 20, then steps of a tenth.
-_LADDER = [*range(1, 20), *(round(20 * 1.1**k) for k in range(120))]
+def _block_sizes(n):
+    """Tokens of a block that are weighed: powers of two and halfway between, of which cuBLAS's products are fastest."""
+    steps = [1, *(step << k for k in range(n.bit_length()) for step in (2, 3))]
+    return sorted({min(n, BLOCK_STEP * step) for step in steps})
 
 
-def _block_parts(s: _Sizes, block, chunk, all_fp32):
+def _block_parts(s: _Sizes, block, chunk, all_fp32=False):
     """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted a chunk at a time.
 
     All of dC is summed in fp32 with `all_fp32` or where it has to be.
@@ -253,7 +249,9 @@ def _block_parts(s: _Sizes, block, chunk, all_fp32):
         parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
     blocks = math.ceil(s.n / block)
     if s.need_dc and s.frequent(blocks) and not all_fp32:
-        parts["forward:fp32 dC of frequent ids"] = s.frequent(blocks) * (4 * s.d + s.itemsize * block) + 24 * s.v
+        sums = s.frequent(blocks) * (4 * s.d + s.itemsize * block)
+        # Sorting counts and targets, a flag a class and a share a token.
+        parts["forward:fp32 dC of frequent ids"] = sums + 24 * max(s.v, 2 * s.n) + s.v + 4 * s.n
     elif s.need_dc and s.itemsize < 4 and blocks > 1:
         parts["forward:fp32 dC"] = 4 * s.v * s.d
     if s.need_dbias:
@@ -271,20 +269,17 @@ def _single_pass(s: _Sizes, budget):
         blocks = math.ceil(s.n / block)
         ids = 0 if all_fp32 else s.frequent(blocks)
         # Columns of frequent ids are gathered, then contracted: twice the time of their product.
-        time = _product(s, s.n, epilogue=85)
-        time += _product(s, s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc * (1 + 2 * ids / s.v))
-        time *= SLOWER if block > LARGE_PANEL else 1.0
+        product = functools.partial(_product, s, s.n, panel=block)
+        time = product(epilogue=85)
+        time += product() * (s.need_de * _waves(chunk, s.d) + s.need_dc * (1 + 2 * ids / s.v))
         return time + blocks * BLOCK + (blocks - 1) * s.v * s.d * s.need_dc * (4 if ids else 8) / SUM_RATE
 
     # The same candidates for every budget, so that a larger one is never slower.
     used, sums_differ = {}, s.gpu and s.itemsize < 4
-    for blocks in _LADDER:
-        block = min(s.n, BLOCK_STEP * math.ceil(s.n / (blocks * BLOCK_STEP)))
+    for block in _block_sizes(s.n):
         for halved, all_fp32 in itertools.product((False, True), repeat=2) if sums_differ else [(False, False)]:
             chunk = (block + 1) // 2 if halved else block
             used[block, chunk, all_fp32] = _peak(_block_parts(s, block, chunk, all_fp32))
-        if block <= BLOCK_STEP:
-            break
     fitting = [sizes for sizes in used if used[sizes] <= budget] or [min(used, key=used.get)]
     block, chunk, all_fp32 = min(fitting, key=lambda sizes: seconds(*sizes))
     flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
@@ -293,9 +288,13 @@ def _single_pass(s: _Sizes, budget):
     return Plan("single_pass", width, 1, block, math.ceil(s.n / block), chunk, 0, parts, flops, time)
 
 
-def _product(s: _Sizes, rows, epilogue=0):
-    """Seconds of a product of rows x V x D; what is done to each of its results takes that of `epilogue` more of D."""
-    return 2 * rows * s.v * (1.01 * s.d + epilogue) / (TENSOR_RATE if s.itemsize < 4 else FP32_RATE)
+def _product(s: _Sizes, rows, *, epilogue=0, panel=0):
+    """Seconds of products of rows x V x D, by panels of so many tokens.
+
+    What is done to each of their results takes the time of `epilogue` more of D.
+    """
+    rate = (TENSOR_RATE if s.itemsize < 4 else FP32_RATE) / (SLOWER if panel > LARGE_PANEL else 1.0)
+    return 2 * rows * s.v * (1.01 * s.d + epilogue) / rate
 
 
 @functools.lru_cache(1024)

@@ -18,6 +18,12 @@
 | expand_block   | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |
 | write_rows     | a sum for dC, two vectors        | less their outer product, in the dtype of dC               |
 | scale          | gradients, upstream              | their product in place                                     |
+
+and where it sums dC over blocks in 16 bits, which plain torch operations never do:
+
+| write_rows     | ids besides                      | those rows of dC                                           |
+| take_targets   | a panel, targets, factors        | its entries at the targets: 0, and by a second call again  |
+| add_targets    | e, targets, what was taken       | their part of dC                                           |
 """
 
 import os

@@ -333,13 +333,13 @@ def expand_block(accumulator, rows, count, first, factors, de, less=None):
     de.index_copy_(0, index, accumulator.to(de.dtype))
 
 
-def write_rows(total, out, at=None, less=None):
-    """out[at[i]] = total[i] - less[0][i] * less[1], in fp32 and rounded once; without `at` row by row, onto itself too."""
+def write_rows(total, out, less=None):
+    """out[i] = total[i] - less[0][i] * less[1], in fp32 and rounded once; onto itself too."""
     for i0, i1 in _steps(0, total.shape[0], COLUMNS // 2):
         rows = total[i0:i1]
         if less is not None:
             rows = torch.addcmul(rows, less[0][i0:i1].unsqueeze(1), less[1], value=-1.0)
-        out[slice(i0, i1) if at is None else at[i0:i1]] = rows.to(out.dtype)
+        out[i0:i1] = rows.to(out.dtype)
 
 
 def scale(upstream, de, dc, dbias):

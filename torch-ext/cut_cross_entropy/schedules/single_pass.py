@@ -25,7 +25,7 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
     Where there are no weights they are 1, or with `mean` 1 over the number of valid rows. Where `schedule` is "auto"
     and `recompute` the better plan, that is what runs.
     """
-    n, v, (de, dc, dbias) = problem.e.shape[0], problem.c.shape[0], gradients
+    n, v = problem.e.shape[0], problem.c.shape[0]
     plan = planned(backend, problem.e, v, gradients.wanted, workspace, schedule)
     rows, count = backend.select(problem.targets, problem.ignore_index, v)
     if weights is None:
@@ -40,12 +40,21 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
 
     # In the order of the rows listed.
     coefficients = Coefficients(*(x if x is None or x.stride(0) == 0 else x[rows.long()] for x in coefficients))
+    return _sweep(backend, problem, coefficients, rows, count, gradients, plan)
+
+
+def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
+    """Block by block of the rows listed: its panel, and what it adds to the loss and to each gradient."""
+    n, (de, dc, dbias) = problem.e.shape[0], gradients
     panel = backend.new_panel(problem.e, plan.block, plan.panel)
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
-    total, bias_total = None if dc is None else _Sum(backend, plan, problem, dc), None
-    smoothing = None if smooth is None else _Smoothing(backend, problem, coefficients.smooth)
+    smoothing = None if coefficients.smooth is None else _Smoothing(backend, problem, coefficients.smooth)
+    # dE after dC: its fp32 rows take the place of the scaled rows of e.
+    sums = [] if dc is None else [_OfClasses(backend, problem, dc, plan, rows, smoothing)]
+    sums += [] if dbias is None else [_OfBias(backend, dbias, smoothing)]
+    sums += [] if de is None else [_OfRows(backend, problem, de, wide, rows, count, smoothing)]
     nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
-    lse = torch.zeros_like(nll) if smoothing or square is not None else None
+    lse = torch.zeros_like(nll) if smoothing or coefficients.square is not None else None
     # The count is on its way to the host while the first block is folded.
     counting = backend.count_later(problem, count)
     live, i0 = counting.now, 0
@@ -54,43 +63,103 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
         block = backend.block(problem, rows, count, i0, i1, narrow)
         if smoothing:
             smoothing.add(block.e, i0, i1)
-        counted, part = live is None and counting.known, coefficients.rows(slice(i0, i1))
-        x, scaled = panel[: i1 - i0], None if dc is None else block.e
+        x, part, counted = panel[: i1 - i0], coefficients.rows(slice(i0, i1)), live is None and counting.known
+        # From here on the rows of e are scaled, for dC.
+        scaled = None if dc is None else block.e
         nll[i0:i1], lse_of, factors = backend.exponentials(block, count, counted, x, part, scaled)
         if lse is not None:
             lse[i0:i1] = lse_of
-        if i0 == 0:
-            live = counting.wait()
-            i1 = min(i1, live)
-            x = x[:i1]
-            if de is not None and live < n:
-                de.index_fill_(0, rows[live:].long(), 0.0)
-            if live == 0:
-                for gradient in (dc, dbias):
-                    if gradient is not None:
-                        gradient.zero_()
-                break
-        if dc is not None:
-            total.add(x, scaled[: i1 - i0], first=i0 == 0)
-        if dbias is not None:
-            column_sum = backend.column_sum(x[:, :v], factors[: i1 - i0])
-            bias_total = column_sum if bias_total is None else bias_total.add_(column_sum)
-        if de is not None:
-            for j0 in range(0, i1 - i0, plan.chunk):
-                j1 = min(j0 + plan.chunk, i1 - i0)
-                for a, b in recompute.aligned_pieces(0, v):
-                    backend.accumulate(x[j0:j1, a:b], problem.c[a:b], wide[: j1 - j0], first=a == 0)
-                less = smoothing and smoothing.of_rows(i0 + j0, i0 + j1)
-                backend.expand_block(wide[: j1 - j0], rows, count, i0 + j0, factors[j0:j1], de, less=less)
+        live = counting.wait() if i0 == 0 else live
+        valid = slice(min(i1, live) - i0)
+        for gradient in sums if live else ():
+            gradient.add(block, x[valid], factors[valid], i0)
         i0 += plan.block
-    if live and dc is not None:
-        total.finish(smoothing)
-    if bias_total is not None:
-        if smoothing:
-            bias_total -= smoothing.weight * smoothing.smooth.sum()
-        dbias.copy_(bias_total)
+    for gradient in sums:
+        gradient.finish(live)
     value = coefficients.loss(nll, lse).sum()
     return value + smoothing.value(problem, lse) if smoothing and live else value
+
+
+class _OfRows:
+    """dE: complete with its block. Rows are contracted in fp32, as many at a time as the buffer has."""
+
+    def __init__(self, backend, problem, de, buffer, rows, count, smoothing):
+        self.backend, self.c, self.de, self.buffer, self.smoothing = backend, problem.c, de, buffer, smoothing
+        self.rows, self.count = rows, count
+
+    def add(self, block, x, factors, i0):
+        chunk = self.buffer.shape[0]
+        for j0 in range(0, x.shape[0], chunk):
+            j1 = min(j0 + chunk, x.shape[0])
+            product = self.buffer[: j1 - j0]
+            for a, b in recompute.aligned_pieces(0, self.c.shape[0]):
+                self.backend.accumulate(x[j0:j1, a:b], self.c[a:b], product, first=a == 0)
+            less = self.smoothing and self.smoothing.of_rows(i0 + j0, i0 + j1)
+            self.backend.expand_block(product, self.rows, self.count, i0 + j0, factors[j0:j1], self.de, less=less)
+
+    def finish(self, live):
+        if live < self.de.shape[0]:
+            self.de.index_fill_(0, self.rows[live:].long(), 0.0)
+
+
+class _OfBias:
+    """The gradient of the bias, in fp32 over blocks."""
+
+    def __init__(self, backend, dbias, smoothing):
+        self.column_sum, self.dbias, self.smoothing, self.total = backend.column_sum, dbias, smoothing, None
+
+    def add(self, block, x, factors, i0):
+        column_sum = self.column_sum(x[:, : len(self.dbias)], factors)
+        self.total = column_sum if self.total is None else self.total.add_(column_sum)
+
+    def finish(self, live):
+        if live == 0:
+            self.dbias.zero_()
+            return
+        if self.smoothing:
+            self.total -= self.smoothing.weight * self.smoothing.smooth.sum()
+        self.dbias.copy_(self.total)
+
+
+class _OfClasses:
+    """dC, a sum over blocks: of one block rounded once, of several in fp32, or in 16 bits and rounded after each.
+
+    In 16 bits, the rows of the most frequent targets, which carry most of the gradient of a language model, are in fp32
+    all the same: they are summed a second time on their own. What the other targets add to their rows is added at the
+    end.
+    """
+
+    def __init__(self, backend, problem, dc, plan, rows, smoothing):
+        self.backend, self.problem, self.dc, self.rows, self.smoothing = backend, problem, dc, rows, smoothing
+        self.total, self.ids = dc, None
+        (v, d), new = dc.shape, functools.partial(torch.empty, dtype=torch.float32, device=dc.device)
+        if "forward:fp32 dC" in plan.parts:
+            self.total = new((v, d))
+        elif "forward:fp32 dC of frequent ids" in plan.parts:
+            self.ids = _frequent(problem, frequent_ids(plan.blocks))
+            self.is_frequent = torch.zeros(v, dtype=torch.int8, device=dc.device).index_fill_(0, self.ids, 1)
+            self.frequent, self.shares = new((len(self.ids), d)), new(len(rows)).zero_()
+
+    def add(self, block, x, factors, i0):
+        scaled, first = block.e[: x.shape[0]], i0 == 0
+        if self.ids is not None:
+            self.backend.accumulate(x.index_select(1, self.ids).t(), scaled, self.frequent, first)
+            put_back = self.backend.take_targets(block, x, self.is_frequent, factors, self.shares[i0:])
+        for a, b in recompute.aligned_pieces(0, self.dc.shape[0]):
+            self.backend.accumulate(x[:, a:b].t(), scaled, self.total[a:b], first)
+        if self.ids is not None:
+            put_back()
+
+    def finish(self, live):
+        if live == 0:
+            self.dc.zero_()
+            return
+        if self.smoothing or self.total is not self.dc:
+            self.backend.write_rows(self.total, self.dc, less=self.smoothing and self.smoothing.of_classes())
+        if self.ids is not None:
+            self.backend.add_targets(self.problem, self.rows, self.is_frequent, self.shares, self.dc)
+            less = self.smoothing and self.smoothing.of_classes(self.ids)
+            self.backend.write_rows(self.frequent, self.dc, at=self.ids, less=less)
 
 
 class _Smoothing:
@@ -124,41 +193,11 @@ class _Smoothing:
         return value - (self.weight * problem.bias.float()).sum() * self.smooth.sum()
 
 
-class _Sum:
-    """dC as a sum over blocks: of one block rounded once, of several in 16 bits, rounded after each, or in fp32.
-
-    Where in 16 bits, the rows of the most frequent targets, which carry most of the gradient of a language model, are
-    in fp32 all the same: they are summed a second time on their own.
-    """
-
-    def __init__(self, backend, plan, problem, dc):
-        self.backend, self.dc, self.ids = backend, dc, None
-        self.total, self.frequent = dc, None
-        (v, d), new = dc.shape, functools.partial(torch.empty, dtype=torch.float32, device=dc.device)
-        if "forward:fp32 dC" in plan.parts:
-            self.total = new((v, d))
-        elif "forward:fp32 dC of frequent ids" in plan.parts:
-            self.ids = _frequent(problem, frequent_ids(problem.e.shape[0], plan.blocks))
-            self.frequent = new((len(self.ids), d))
-
-    def add(self, x, scaled, first):
-        for a, b in recompute.aligned_pieces(0, self.dc.shape[0]):
-            self.backend.accumulate(x[:, a:b].t(), scaled, self.total[a:b], first)
-        if self.ids is not None:
-            self.backend.accumulate(x.index_select(1, self.ids).t(), scaled, self.frequent, first)
-
-    def finish(self, smoothing):
-        less = smoothing and smoothing.of_classes()
-        if smoothing or self.total is not self.dc:
-            self.backend.write_rows(self.total, self.dc, less=less)
-        if self.ids is not None:
-            less = smoothing and smoothing.of_classes(self.ids)
-            self.backend.write_rows(self.frequent, self.dc, at=self.ids, less=less)
-
-
 def _frequent(problem, k):
-    """The k most frequent targets, of equals the lowest."""
+    """The k most frequent targets, of equals the lowest. In ascending order, so that columns close together are read
+    together.
+    """
     valid = problem.targets != problem.ignore_index
     counts = torch.zeros(problem.c.shape[0], dtype=torch.int32, device=problem.c.device)
     counts.index_add_(0, torch.where(valid, problem.targets, 0), valid.int())
-    return counts.argsort(descending=True, stable=True)[:k]
+    return counts.argsort(descending=True, stable=True)[:k].sort().values

@@ -20,11 +20,12 @@ from .rows import (
     select,
     write_rows,
 )
+from .targets import add_targets, take_targets
 
 NAME = "triton"
 
 __all__ = [
-    "NAME", "accumulate", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host", "dlogits",
-    "expand", "expand_block", "exponentials", "factors", "fold", "folds_all_rows", "launches", "new_panel", "new_rows",
-    "panel_unit", "reads_count", "scale", "scale_rows", "select", "write_rows",
+    "NAME", "accumulate", "add_targets", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host",
+    "dlogits", "expand", "expand_block", "exponentials", "factors", "fold", "folds_all_rows", "launches", "new_panel",
+    "new_rows", "panel_unit", "reads_count", "scale", "scale_rows", "select", "take_targets", "write_rows",
 ]  # fmt: skip

@@ -149,7 +149,7 @@ def expand_block(accumulator, rows, count, first, factors, de, less=None):
 
 
 def write_rows(total, out, at=None, less=None):
-    """out[at[i]] = total[i] - less[0][i] * less[1], in fp32 and rounded once; without `at` row by row, onto itself too."""
+    """out[at[i]] = total[i] - less[0][i] * less[1], in fp32, rounded once. Without `at` out[i], which may be total."""
     _expand(total.shape[0], total, out, at, less=less)
 
 
