@@ -45,8 +45,8 @@ BLOCK_STEP = 128
 # exponentials for the backward.
 TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 700e12, 40e12, 6e12, 132
 CALL, PANEL, BLOCK, KEEPING = 1e-4, 7e-5, 1e-4, 4e-4
-# dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets: FREQUENT of
-# them for every FOR_BLOCKS blocks. Of more than MANY_BLOCKS all of it is kept in fp32.
+# dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets, FREQUENT
+# of them for every FOR_BLOCKS blocks. Of more than MANY_BLOCKS all of it is kept in fp32.
 FREQUENT, FOR_BLOCKS, MANY_BLOCKS = 256, 32, 128
 # Tokens of a panel of all classes beyond which its products get slower, and how much.
 LARGE_PANEL, SLOWER = 16384, 1.05
@@ -249,9 +249,11 @@ def _block_parts(s: _Sizes, block, chunk, all_fp32=False):
         parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
     blocks = math.ceil(s.n / block)
     if s.need_dc and s.frequent(blocks) and not all_fp32:
-        sums = s.frequent(blocks) * (4 * s.d + s.itemsize * block)
-        # Sorting counts and targets, a flag a class and a share a token.
-        parts["forward:fp32 dC of frequent ids"] = sums + 24 * max(s.v, 2 * s.n) + s.v + 4 * s.n
+        ids = s.frequent(blocks)
+        # Sorting counts comes before the sums, sorting targets after the last columns are gathered; then a flag a class
+        # and a share a token.
+        sums = 4 * ids * s.d + max(s.itemsize * ids * block, 48 * s.n)
+        parts["forward:fp32 dC of frequent ids"] = max(24 * s.v, sums) + s.v + 4 * s.n
     elif s.need_dc and s.itemsize < 4 and blocks > 1:
         parts["forward:fp32 dC"] = 4 * s.v * s.d
     if s.need_dbias:
