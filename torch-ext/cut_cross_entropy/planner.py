@@ -253,7 +253,7 @@ def _block_parts(s: _Sizes, block, chunk, all_fp32=False):
         # Sorting counts comes before the sums, sorting targets after the last columns are gathered; then a flag a class
         # and a share a token.
         sums = 4 * ids * s.d + max(s.itemsize * ids * block, 48 * s.n)
-        parts["forward:fp32 dC of frequent ids"] = max(24 * s.v, sums) + s.v + 4 * s.n
+        parts["forward:fp32 dC of frequent ids"] = max(40 * s.v, sums) + s.v + 4 * s.n
     elif s.need_dc and s.itemsize < 4 and blocks > 1:
         parts["forward:fp32 dC"] = 4 * s.v * s.d
     if s.need_dbias:
