@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import triton
@@ -37,6 +39,13 @@ BF16_OPTIONS = {
     "frozen-e": {"frozen": "e"},
     "frozen-c": {"frozen": "c"},
     "ignored": {"ignored": 0.9},
+    # As in large calls: relative to the targets' logits, over the list of rows that count where those are few.
+    "large": {"large": True, "reduction": "sum"},
+    "large-ignored": {"large": True, "reduction": "none", "ignored": 0.9},
+    # The panel in one block of tokens, and in three, over which dC is summed in 16 bits where there are 517 classes.
+    "single": {"schedule": "single_pass", "bias": True, **CAPPED},
+    "blocks": {"schedule": "single_pass", "workspace": True, "tokens": 300},
+    "blocks-large": {"schedule": "single_pass", "workspace": True, "tokens": 300, "large": True, "z_loss": 0.1},
 }
 
 
@@ -48,11 +57,12 @@ def cases():
                 yield f"{path}-{str(dtype).removeprefix('torch.')}-{name}", sizes, dtype, options
 
 
-def smallest_workspace(cce, n, v, d, dtype, device) -> int:
-    """The least budget there is, so that the vocabulary is cut into as many panels as it can be."""
+def smallest_workspace(cce, n, v, d, dtype, device, schedule="recompute") -> int:
+    """The least budget there is, so that the vocabulary is cut into as many panels, or the tokens blocks, as can be."""
+    schedule = {"schedule": schedule, "scalar": schedule == "single_pass"}
     for budget in range(1 << 12, 1 << 24, 1 << 12):
         try:
-            cce.plan(n, v, d, dtype, device=device, need_dbias=True, workspace=budget)
+            cce.plan(n, v, d, dtype, device=device, need_dbias=True, workspace=budget, **schedule)
         except ValueError:
             continue
         return budget
@@ -60,8 +70,8 @@ def smallest_workspace(cce, n, v, d, dtype, device) -> int:
 
 
 def run_case(cce, sizes, dtype, options, device=DEVICE) -> None:
-    n, v, d = sizes
     options = dict(options)
+    n, v, d = options.pop("tokens", sizes[0]), *sizes[1:]
     rng = torch.Generator().manual_seed(n + v + d)
     e, c, bias = (torch.randn(*shape, generator=rng).to(device, dtype) for shape in ((n, d), (v, d), (v,)))
     targets = torch.randint(v, (n,), generator=rng)
@@ -71,12 +81,14 @@ def run_case(cce, sizes, dtype, options, device=DEVICE) -> None:
     for name, t in leaves.items():
         t.requires_grad_(name != frozen)
     if options.get("workspace"):
-        options["workspace"] = smallest_workspace(cce, n, v, d, dtype, device)
-    out = cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options)
-    out = out if isinstance(out, tuple) else (out,)
-    sum(x.sum() for x in out).backward()
-    with torch.no_grad():
-        cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options)
+        options["workspace"] = smallest_workspace(cce, n, v, d, dtype, device, options.get("schedule", "recompute"))
+    configs = sys.modules[f"{cce.__name__}.backends.triton.configs"]
+    with patch.object(configs, "SMALL", 0) if options.pop("large", False) else nullcontext():
+        out = cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options)
+        out = out if isinstance(out, tuple) else (out,)
+        sum(x.sum() for x in out).backward()
+        with torch.no_grad():
+            cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options | {"workspace": None})
 
 
 def show_writes(cce) -> None:
