@@ -17,6 +17,7 @@ N, V, D = pick((50, 521, 40), (9, 70, 20))
 # Tokens of up to three blocks, the smallest block, and a hidden size at which fewer blocks take more memory.
 MANY, STEP, NARROW = pick((300, 128, 40), (45, 16, 8))
 BOTH, EVERY = ("e", "c"), ("e", "c", "bias")
+ROUNDED = "forward:fp32 dC of frequent ids"  # the part of a plan whose dC is summed over blocks in 16 bits
 DTYPES = (torch.bfloat16, torch.float32)
 SOME = DTYPES[:1] if INTERPRET else DTYPES
 
@@ -58,18 +59,22 @@ def single(shape, v, d, dtype=torch.float32, **options):
     return make_case(shape, v, d, dtype, schedule="single_pass", **options)
 
 
-def with_blocks(cce, case, blocks, needs=BOTH):
-    """The case in the smallest workspace that makes no more blocks than these."""
+def planned(cce, case, workspace, needs=BOTH):
+    """The plan of the case by `single_pass` in so many bytes."""
     n, (v, d) = case.targets.numel(), case.c.shape
     v = case.options.get("vocab_size") or v
+    call = {"device": PLANNED_FOR, "schedule": "single_pass", "scalar": True, "need_dbias": "bias" in needs}
+    return cce.plan(n, v, d, case.e.dtype, workspace=workspace, **call)
 
-    def made(budget):
-        sizes = {"device": PLANNED_FOR, "schedule": "single_pass", "scalar": True, "need_dbias": "bias" in needs}
-        return cce.plan(n, v, d, case.e.dtype, workspace=budget, **sizes).blocks
 
+def with_blocks(cce, case, blocks, needs=BOTH, sums=None):
+    """The case in the smallest workspace that makes no more blocks than these; by a plan that has the `sums` named."""
     low, high = least_workspace(cce, case, needs), 1 << 28
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if made(middle) <= blocks else (middle + 1, high)
-    assert made(low) == blocks, f"no workspace makes {blocks} blocks, {low} bytes make {made(low)}"
+        enough = planned(cce, case, middle, needs).blocks <= blocks
+        low, high = (low, middle) if enough else (middle + 1, high)
+    plan = planned(cce, case, low, needs)
+    assert plan.blocks == blocks, f"no workspace makes {blocks} blocks, {low} bytes make {plan.blocks}"
+    assert sums is None or PLANNED_FOR == "cpu" or sums in plan.parts, f"{sums} is not in\n{plan}"
     return case.but(workspace=low)

@@ -105,13 +105,13 @@ def predictions(cce):
     assert (run(cce.linear_token_stats, case)["prediction"] == 0).all()
 
 
-def held(cce, case, blocks=1, all_rows=False, needs=sweep.BOTH):
+def held(cce, case, blocks=1, all_rows=False, needs=sweep.BOTH, sums=None):
     """The contract, by `single_pass` in so many blocks of tokens."""
     with pytest.MonkeyPatch.context() as patch:
         sweep.teach(cce, patch)
         if all_rows:
             sweep.take_all_rows(cce, patch)
-        check(cce, sweep.with_blocks(cce, case, blocks, needs), needs=needs)
+        check(cce, sweep.with_blocks(cce, case, blocks, needs, sums), needs=needs)
 
 
 def swept(cce):
@@ -133,7 +133,7 @@ def swept_in_rounded_blocks(cce):
     """dC in 16 bits, but for the four most frequent of eight targets."""
     case = sweep.single(29, 70, 16, torch.bfloat16)
     case.targets = torch.arange(29) % 8
-    held(cce, case, blocks=2)
+    held(cce, case, blocks=2, sums=sweep.ROUNDED)
 
 
 def swept_past_the_count(cce):
