@@ -136,6 +136,13 @@ def swept_in_rounded_blocks(cce):
     held(cce, case, blocks=2, sums=sweep.ROUNDED)
 
 
+def swept_again(cce):
+    """Four blocks: the third is as the second, but for a target 150 nats below the rest."""
+    case = sweep.single(61, 70, 16, torch.bfloat16, bias=True, ignored=0.0)
+    case.bias[case.targets[40]] = -150.0
+    held(cce, case, blocks=4)
+
+
 def swept_past_the_count(cce):
     """One class towers over the rest, and there are rows past the count."""
     case = sweep.single(9, 70, 16, torch.bfloat16, bias=True)
@@ -160,9 +167,9 @@ class Fault(NamedTuple):
     found_by: Callable
 
 
-FOLD, ONLINE, SPLITS, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, TARGETS, CONTRACT, TILE = (
+FOLD, ONLINE, SPLITS, MERGE, DLOGITS, GRADIENT, EXPONENTIALS, ROWS, OFFSETS, TARGETS, CONTRACT, TILE = (
     f"backends/triton/{name}.py"
-    for name in "fold online splits merge dlogits gradient exponentials rows targets contract logits".split()
+    for name in "fold online splits merge dlogits gradient exponentials rows offsets targets contract logits".split()
 )
 RECOMPUTE, SINGLE_PASS, FUNCTIONAL = "schedules/recompute.py", "schedules/single_pass.py", "functional.py"
 TRANSFORM = "        b_x, unit = transform(b_dot, bias, o_v, V, inner, outer, HAS_BIAS, SOFTCAP)\n"
@@ -285,6 +292,12 @@ FAULTS = {
     "ignored rows listed in one place": Fault(
         ROWS, [("tl.where(b_valid, b_upto - 1, N - 1 - (o_n - b_upto))", "tl.where(b_valid, b_upto - 1, N - 1)")],
         swept_smoothed,
+    ),
+    "a panel left as the block before had it": Fault(
+        SINGLE_PASS, [("            again()\n", "            pass\n")], swept_again
+    ),
+    "hidden states left as the block before had them": Fault(
+        OFFSETS, [("    _offsets(problem, n, before", "    i0 == 32 or _offsets(problem, n, before")], swept_again
     ),
     "penalty left out at the target": Fault(
         EXPONENTIALS, [("b_rest * exp(-b_loss)", "b_rest * 0.0")], swept_penalized

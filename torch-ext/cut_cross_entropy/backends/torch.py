@@ -73,7 +73,7 @@ def new_rows(e, block, chunk):
     return rows, rows
 
 
-def block(problem, rows, count, i0, i1, buffer):
+def block(problem, rows, count, i0, i1, buffer, before=None):
     """The problem of the valid rows number i0 to i1, their hidden states in fp32 in the buffer."""
     index = rows[i0:i1].long()
     return replace(problem, e=buffer[: i1 - i0].copy_(problem.e[index]), targets=problem.targets[index])
@@ -271,7 +271,8 @@ def expand(accumulator, rows, count, live, known, unit, de):
 
 
 def exponentials(problem, count, counted, panel, coefficients, scaled):
-    """Fill the panel [N, >= V] with factors such that dz = factors[:, None] * panel. Returns nll, lse and factors, [N].
+    """Fill the panel [N, >= V] with factors such that dz = factors[:, None] * panel. Returns nll, lse and factors, [N],
+    and None: there is nothing to be done again more cheaply.
 
     With g = (nll + rest) of the loss's gradients by row, panel = exp(z - m) away from the target, and the factor g / s.
     As in the Triton backend |g| is taken to be at least 2^-24 |nll|. Where `scaled` is given, it becomes
@@ -296,7 +297,7 @@ def exponentials(problem, count, counted, panel, coefficients, scaled):
     factors = g * (problem.scale / problem.temperature) / (s + gain)
     if scaled is not None:
         torch.mul(problem.e, factors.unsqueeze(1), out=scaled)
-    return nll, lse, factors
+    return nll, lse, factors, None
 
 
 def _exponentials(problem, x):

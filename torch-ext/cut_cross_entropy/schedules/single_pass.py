@@ -57,16 +57,21 @@ def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
     lse = torch.zeros_like(nll) if smoothing or coefficients.square is not None else None
     # The count is on its way to the host while the first block is folded.
     counting = backend.count_later(problem, count)
-    live, i0 = counting.now, 0
+    live, i0, block, again = counting.now, 0, None, None
     while i0 == 0 or i0 < live:
         i1 = min(i0 + plan.block, n if live is None else live)
-        block = backend.block(problem, rows, count, i0, i1, narrow)
+        before, block = block, backend.block(problem, rows, count, i0, i1, narrow, block)
         if smoothing:
             smoothing.add(block.e, i0, i1)
-        x, part, counted = panel[: i1 - i0], coefficients.rows(slice(i0, i1)), live is None and counting.known
         # From here on the rows of e are scaled, for dC.
-        scaled = None if dc is None else block.e
-        nll[i0:i1], lse_of, factors = backend.exponentials(block, count, counted, x, part, scaled)
+        if again and block is before:
+            again()
+        else:
+            again = None
+            x, part, counted = panel[: i1 - i0], coefficients.rows(slice(i0, i1)), live is None and counting.known
+            scaled = None if dc is None else block.e
+            nll_of, lse_of, factors, again = backend.exponentials(block, count, counted, x, part, scaled)
+        nll[i0:i1] = nll_of
         if lse is not None:
             lse[i0:i1] = lse_of
         live = counting.wait() if i0 == 0 else live

@@ -58,7 +58,7 @@ def dlogits_kernel(
         store_tile(panel, b_dz, i_m, i_t * BN, live, width, stride_panel, BM, BN, PANEL_DESCRIPTOR)
 
 
-def dlogits(problem, e, fold, gradients, live, unit, panel, needed=None):
+def dlogits(problem, e, fold, gradients, live, unit, panel, needed=None, tape=None):
     """Returns write(v0, v1): panel[:, : v1 - v0] = dz of the columns v0 to v1 for the `live` rows of a compacted e.
 
     Where the int32 [1] `needed` is 0 when that runs, nothing is written.
@@ -96,13 +96,13 @@ def dlogits(problem, e, fold, gradients, live, unit, panel, needed=None):
             EVEN_D=c.shape[1] % tile.BK == 0, PRECISION=configs.precision_of(e.dtype), FLATTEN=described,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    row_blocks, compiled = cdiv(live, tile.BM), None
+    row_blocks, compiled, make = cdiv(live, tile.BM), None, launch if tape is None else tape.launch
 
     def write(v0, v1):
         nonlocal compiled
         tiles = row_blocks * cdiv(v1 - v0, tile.BN)
         sizes = (live, c.shape[0], c.shape[1], v1 - v0, v0)
-        compiled = launch(
+        compiled = make(
             kernel, min(tiles, most), device, *operands, *rows, *sizes, *scalars, compiled=compiled, **options, **flags
         )
 

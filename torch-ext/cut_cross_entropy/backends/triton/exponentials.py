@@ -24,7 +24,7 @@ import triton.language as tl
 
 from .dlogits import dlogits
 from .fold import fold
-from .launch import launch
+from .launch import Tape, launch
 from .logits import logit_arguments
 from .math import LOG2E, exp, expm1
 from .rows import row_block
@@ -71,19 +71,19 @@ def factor_kernel(
             tl.store(scaled + i * stride_scaled + o_d, b_e.to(scaled.dtype.element_ty), mask=o_d < D)
 
 
-def factors(problem, fold, upstream, panel, scaled):
+def factors(problem, fold, upstream, panel, scaled, tape=None):
     """[N], such that dz = factors[:, None] * panel for every row; the targets' entries of the panel are written now.
 
     Where `scaled` [N, D] is given, it becomes factors[:, None] * e; it may be e.
     """
-    e, (_, columns) = problem.e, panel.shape
+    e, (_, columns), make = problem.e, panel.shape, launch if tape is None else tape.launch
     n, d = e.shape
     out = torch.empty(n, dtype=torch.float32, device=panel.device)
-    rewrite = dlogits(problem, e, fold, upstream, n, None, panel, needed=fold.overflow)
+    rewrite = dlogits(problem, e, fold, upstream, n, None, panel, needed=fold.overflow, tape=tape)
     rewrite(0, min(columns, problem.c.shape[0]))
     (_, _, outer), flags = logit_arguments(problem)
     rest = upstream.rest
-    launch(
+    make(
         factor_kernel, n, panel.device,
         problem.targets, fold.nll, fold.m, fold.s, upstream.nll, rest, fold.overflow, panel, out, e, scaled,
         columns, d, problem.ignore_index, problem.scale / problem.temperature, outer,
@@ -97,11 +97,22 @@ def factors(problem, fold, upstream, panel, scaled):
 def exponentials(problem, count, counted, panel, coefficients, scaled):
     """Fill the panel [N, >= V]. Returns nll, lse and factors, [N]: dz = factors[:, None] * panel.
 
-    With `counted`, of the first `count` rows alone. Where `scaled` is given, it becomes factors[:, None] * e.
+    With `counted`, of the first `count` rows alone. Where `scaled` is given, it becomes factors[:, None] * e. Then a
+    function that does the same again for what the tensors of the problem hold by then, or None where coefficients
+    differ from row to row.
     """
-    n, device = problem.e.shape[0], problem.e.device
+    n, device, tape = problem.e.shape[0], problem.e.device, Tape()
     every = torch.full((1,), n, dtype=torch.int32, device=device)
-    out = fold(problem, None, count if counted else every, False, False, False, panel, counted)
+    of = count if counted else every
+    out = fold(problem, None, of, False, False, False, panel, counted, tape)
     rows = torch.arange(n, dtype=torch.int32, device=device)
     out = out._replace(rows=rows, count=every)
-    return out.nll, out.lse, factors(problem, out, coefficients.gradients(problem, out.lse), panel, scaled)
+    upstream = coefficients.gradients(problem, out.lse)
+    found = factors(problem, out, upstream, panel, scaled, tape)
+
+    def again():
+        out.overflow.zero_()
+        tape.again()
+
+    same = not counted and upstream.rest is None and upstream.nll.stride(0) == 0
+    return out.nll, out.lse, found, again if same else None

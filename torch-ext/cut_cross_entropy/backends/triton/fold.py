@@ -180,13 +180,15 @@ def fold_kernel(
     tl.store(target_logit + o_m, b_target, mask=m_target)
 
 
-def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, counted=False):
+def fold(
+    problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, counted=False, tape=None
+):  # fmt: skip
     """Fold the logits of the `count` rows listed; where `rows` is None, of every row, or with `counted` of so many.
 
     With a `panel` of the first classes panel[i, v] = 2^(z_v - m), where `folds_all_rows`. It is not to be used where
     `overflow` is 1 afterwards; everything else that is returned is right then too.
     """
-    e, c = problem.e, problem.c
+    e, c, make = problem.e, problem.c, launch if tape is None else tape.launch
     (n, d), v, device = e.shape, c.shape[0], e.device
     config = configs.config_of(device)
     aligned, store = configs.describable(e) and configs.describable(c), panel is not None
@@ -236,7 +238,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     def run_specialised():
         programs = min(cdiv(n, dense_tile.BM) * splits.every, processors)
         if relative:
-            launch(
+            make(
                 hopper.fold_kernel, programs, device, *hopper.operands(e, c, panel),
                 *hopper.present(m, bias, problem.targets, count, m, nll, part_m, part_s, overflow),
                 n, v, d, splits.every, splits.narrow, most, *scalars,
@@ -244,7 +246,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
             )  # fmt: skip
         else:
             parts = (part_m, part_s, part_weighted, part_pz, part_argmax)
-            launch(
+            make(
                 hopper.online_kernel, programs, device, *hopper.operands(e, c, None)[:2],
                 *hopper.present(m, bias, problem.weight, problem.targets, count, nll, *parts),
                 n, v, d, splits.every, splits.narrow, *scalars, GROUP=configs.GROUP, DENSE=dense, **flags, **wants,
@@ -257,7 +259,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         panel_operand, panel_descriptor = None, False
         if store and relative:
             panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config)
-        launch(
+        make(
             fold_kernel, row_blocks * number, device,
             e_operand, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_pz, part_argmax,
@@ -280,7 +282,7 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         run(retry=True)
     if not once:
         run(listed=True)
-    launch(
+    make(
         merge_kernel, cdiv(n, 128), device,
         problem.targets, part_m, part_s, part_weighted, part_pz, part_argmax,
         problem.weight.float().sum() if weighted else None,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -33,6 +34,22 @@ def launch(kernel, programs, device, *args, compiled=None, num_warps=4, num_stag
         else:
             compiled[(programs, 1, 1)](*args, *constants.values())
     return compiled
+
+
+class Tape:
+    """Launches that can be made again on the same tensors, without a look at what they were given."""
+
+    def __init__(self):
+        self.made = []
+
+    def launch(self, *args, **options):
+        compiled = launch(*args, **options)
+        self.made.append(partial(launch, *args, **options | {"compiled": compiled}))
+        return compiled
+
+    def again(self):
+        for made in self.made:
+            made()
 
 
 def _on(device):

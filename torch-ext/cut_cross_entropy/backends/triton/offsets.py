@@ -76,16 +76,19 @@ def offsets(problem, out, weighted):
     _offsets(problem, problem.e.shape[0], out, total=total, weighted=weighted, shift=shift)
 
 
-def block(problem, rows, count, i0, i1, buffer):
-    """The problem of the rows listed from i0 to i1, compacted, with their offsets.
+def block(problem, rows, count, i0, i1, buffer, before=None):
+    """The problem of the rows listed from i0 to i1, compacted, with their offsets; in the tensors of the one before
+    where it has as many.
 
     Past the count rows are zero, their targets ignored.
     """
     n, device = i1 - i0, problem.e.device
-    e, targets = buffer[:n], torch.empty(n, dtype=torch.int64, device=device)  # any ignore_index fits
-    offset = torch.empty(n, dtype=torch.float32, device=device)
-    _offsets(problem, n, offset, rows, count, e, targets, i0)
-    return replace(problem, e=e, targets=targets, offset=offset)
+    if before is None or before.e.shape[0] != n:
+        targets = torch.empty(n, dtype=torch.int64, device=device)  # any ignore_index fits
+        offset = torch.empty(n, dtype=torch.float32, device=device)
+        before = replace(problem, e=buffer[:n], targets=targets, offset=offset)
+    _offsets(problem, n, before.offset, rows, count, before.e, before.targets, i0)
+    return before
 
 
 def _offsets(

@@ -81,7 +81,7 @@ class count_later:
 
 def row_block(d):
     """Columns that a program of one row takes at a time."""
-    return min(4096, triton.next_power_of_2(d))
+    return min(4096, 1 << max(d - 1, 0).bit_length())
 
 
 @triton.jit
