@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import kernel, states, truth  # noqa: E402
 from benchmarks.bars import FLOOR_8, MIB, floor_rate, judge, workspace_of  # noqa: E402
 from benchmarks.memory import release, step_memory  # noqa: E402
-from benchmarks.shapes import HOST, OPTIONS, SHAPES, SWEEP, Shape  # noqa: E402
+from benchmarks.shapes import HOST, OPTIONS, OPTIONS_SINGLE_PASS, SHAPES, SWEEP, Shape  # noqa: E402
 from benchmarks.timing import (  # noqa: E402
     captured,
     device_operations,
@@ -115,6 +115,7 @@ class Bench:
         """
         shape = self.sized(OPTIONS)
         s, budget = self.inputs(shape), {"workspace": shape.workspace}
+        budgets = {"recompute": budget, "single_pass": {"workspace": shape.workspace and OPTIONS_SINGLE_PASS}}
         rng = torch.Generator(device=self.device).manual_seed(2)
         weight, token_weight = (torch.rand(k, generator=rng, device=self.device) + 0.5 for k in (shape.v, shape.n))
         calls = {
@@ -132,7 +133,8 @@ class Bench:
         }
 
         def loss(schedule="recompute", **options):
-            found = self.cce.linear_cross_entropy(s.e, s.c, s.targets, schedule=schedule, **options, **budget)
+            options |= {"schedule": schedule, **budgets[schedule]}
+            found = self.cce.linear_cross_entropy(s.e, s.c, s.targets, **options)
             return sum(t.sum() for t in found) if isinstance(found, tuple) else found.sum()
 
         def entropy():
@@ -145,7 +147,7 @@ class Bench:
         leaves = (s.e, s.c, calls["bias"]["bias"])
         steps = {name: training_step(call, leaves) for name, call in losses.items()}
         row = self.describe(shape, **budget)
-        row["samples_ms"] = interleaved(steps, repeats=self.repeats)
+        row["samples_ms"] = interleaved(steps, repeats=2 * self.repeats)
         self.record("options", row)
 
     def host(self) -> None:

@@ -10,7 +10,7 @@ from benchmarks.evidence import RESULTS, Evidence
 from benchmarks.recorder import summary
 from benchmarks.sanitize import parse
 from benchmarks.shapes import SHAPES
-from tools.check_evidence import NO_BUDGET, SIZES, check, collected
+from tools.check_evidence import KERNELS, NO_BUDGET, SIZES, check, collected
 
 SHA = "0123456789abcdef" * 4
 NODE = "tests/gpu/test_a.py::test_x"
@@ -57,7 +57,7 @@ def evidence():
         "device": "NVIDIA H200", "driver": "580", "torch": "2.11", "triton": "3.6", "date": "2026", "seconds": 100.0,
         "module": f"_cut_cross_entropy_cuda_{SHA[:7]}",
     }  # fmt: skip
-    clean = {"findings": 0, "cases": ["plain"], "launches": {"fold": 3}}
+    clean = {"findings": 0, "cases": ["plain"], "launches": dict.fromkeys(KERNELS, 3)}
     return copy.deepcopy(
         {
             "torch_ext_sha256": SHA,
@@ -109,6 +109,7 @@ BAD = {
     "skipped test": (lambda x: recorded(x)[NODE].update(outcome="skipped"), "test skipped:"),
     "memcheck": (lambda x: runs(x)["memcheck"].update(findings=2), "memcheck: 2 findings"),
     "no racecheck": (lambda x: runs(x).pop("racecheck"), "racecheck: no findings, 0"),
+    "a kernel unseen": (lambda x: runs(x)["memcheck"]["launches"].pop("fold_kernel"), "under it: fold_kernel"),
     "nothing ran": (lambda x: runs(x)["racecheck"].update(launches={}), "racecheck: no case ran"),
     "initcheck": (lambda x: runs(x)["initcheck"].update(findings=1), "initcheck: 1 findings"),
     "no fuzz": (lambda x: x["parts"].pop("fuzz"), "part fuzz: not recorded"),

@@ -234,11 +234,14 @@ def test_operations_of_single_pass(cce, needs):
 
 def test_frequent_ids(cce):
     """Of 16-bit sums over more blocks more rows are in fp32; over too many, and of a small vocabulary, all are."""
-    assert [cce.planner.frequent_ids(blocks) for blocks in (2, 32, 33, 128, 129)] == [256, 256, 512, 1024, 0]
-    small = cce.plan(8192, 256, 4096, torch.bfloat16, scalar=True, schedule="single_pass", workspace=24 * MIB)
-    assert small.blocks > 1 and "forward:fp32 dC" in small.parts
-    lean = cce.plan(65536, 128256, 2048, torch.bfloat16, scalar=True, workspace=512 * MIB)
-    assert lean.schedule == "single_pass" and "forward:fp32 dC of frequent ids" in lean.parts
+    v, d, call = 128256, 16, {"scalar": True, "schedule": "single_pass"}
+    for blocks, rows in ((1, 0), (2, 256), (32, 256), (33, 512), (128, 1024), (129, v)):
+        n = 128 * blocks
+        lean = least(cce, n, v, d, torch.bfloat16, **call)
+        found = cce.plan(n, v, d, torch.bfloat16, workspace=lean, **call)
+        assert (found.blocks, found.fp32_rows) == (blocks, rows)
+    small = cce.plan(8192, 256, 4096, torch.bfloat16, workspace=24 * MIB, **call)
+    assert small.blocks > 1 and small.fp32_rows == 256
 
 
 def test_blocks_are_not_larger_than_pays(cce):

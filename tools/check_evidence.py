@@ -1,8 +1,8 @@
 """Hold the recorded GPU evidence to the present sources, tests and bars: `python tools/check_evidence.py [FILE]`.
 
 It needs no GPU. It fails unless the record was made from these very sources, names exactly the tests that pytest
-collects in tests/gpu with every one passed, shows the sanitizer clean and able to find a planted fault, 20,000
-drawn calls within the contract, and reaches every bar of benchmarks/bars.py.
+collects in tests/gpu with every one passed, shows every kernel clean under the sanitizers and a planted fault found,
+20,000 drawn calls within the contract, and reaches every bar of benchmarks/bars.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,11 @@ SIZES = SHAPES | {"ignored": SHAPES["llama3-8b"], "options": OPTIONS, "host": HO
 SIZES |= {f"error/{name}": SHAPES[name] for name in ("llama3-8b", "gemma2-2b")}
 SIZES |= {f"sweep/{shape.n}": shape for shape in SWEEP}
 NO_BUDGET = ("ignored", "host")
+KERNELS = {
+    name
+    for path in (ROOT / "torch-ext/cut_cross_entropy/backends/triton").rglob("*.py")
+    for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+}
 
 
 def collected() -> set[str]:
@@ -91,6 +97,8 @@ def check_sanitizer(runs: dict) -> list[str]:
             problems.append(f"{tool}: {run.get('findings', 'no')} findings, 0 are accepted")
         if not run.get("cases") or not run.get("launches"):
             problems.append(f"{tool}: no case ran, or no Triton kernel was launched under it")
+        elif unseen := KERNELS - run["launches"].keys():
+            problems.append(f"{tool}: never launched under it: {', '.join(sorted(unseen))}")
     if not runs.get("planted", {}).get("found"):
         problems.append("memcheck: the planted out-of-bounds write was not found")
     return problems

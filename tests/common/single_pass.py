@@ -12,7 +12,6 @@ from common.sweep import (  # noqa: F401
     EVERY,
     MANY,
     NARROW,
-    ROUNDED,
     SOME,
     STEP,
     D,
@@ -108,7 +107,7 @@ def test_frequent_ids(cce, blocks):
     n = pick(MANY, 16 * blocks - 3)
     case = single(n, pick(2500, V), D, torch.bfloat16, ignored=0.1)
     case.targets[(case.targets >= 0) & (torch.arange(n, device=DEVICE) % 2 == 0)] = V - 1
-    check(cce, with_blocks(cce, case, blocks, sums=ROUNDED), needs=BOTH)
+    check(cce, with_blocks(cce, case, blocks, rounded=True), needs=BOTH)
 
 
 @pytest.mark.parametrize("needs", BOTH)

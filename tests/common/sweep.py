@@ -17,7 +17,6 @@ N, V, D = pick((50, 521, 40), (9, 70, 20))
 # Tokens of up to three blocks, the smallest block, and a hidden size at which fewer blocks take more memory.
 MANY, STEP, NARROW = pick((300, 128, 40), (45, 16, 8))
 BOTH, EVERY = ("e", "c"), ("e", "c", "bias")
-ROUNDED = "forward:fp32 dC of frequent ids"  # the part of a plan whose dC is summed over blocks in 16 bits
 DTYPES = (torch.bfloat16, torch.float32)
 SOME = DTYPES[:1] if INTERPRET else DTYPES
 
@@ -67,8 +66,8 @@ def planned(cce, case, workspace, needs=BOTH):
     return cce.plan(n, v, d, case.e.dtype, workspace=workspace, **call)
 
 
-def with_blocks(cce, case, blocks, needs=BOTH, sums=None):
-    """The case in the smallest workspace that makes no more blocks than these; by a plan that has the `sums` named."""
+def with_blocks(cce, case, blocks, needs=BOTH, rounded=False):
+    """The case in the smallest workspace that makes no more blocks than these; if asked by 16-bit sums of dC."""
     low, high = least_workspace(cce, case, needs), 1 << 28
     while low < high:
         middle = (low + high) // 2
@@ -76,5 +75,6 @@ def with_blocks(cce, case, blocks, needs=BOTH, sums=None):
         low, high = (low, middle) if enough else (middle + 1, high)
     plan = planned(cce, case, low, needs)
     assert plan.blocks == blocks, f"no workspace makes {blocks} blocks, {low} bytes make {plan.blocks}"
-    assert sums is None or PLANNED_FOR == "cpu" or sums in plan.parts, f"{sums} is not in\n{plan}"
+    sums_of_16_bits = PLANNED_FOR == "cpu" or 0 < plan.fp32_rows < len(case.c)
+    assert sums_of_16_bits or not rounded, f"all of dC is summed in fp32:\n{plan}"
     return case.but(workspace=low)

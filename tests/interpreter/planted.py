@@ -105,13 +105,13 @@ def predictions(cce):
     assert (run(cce.linear_token_stats, case)["prediction"] == 0).all()
 
 
-def held(cce, case, blocks=1, all_rows=False, needs=sweep.BOTH, sums=None):
+def held(cce, case, blocks=1, all_rows=False, needs=sweep.BOTH, rounded=False):
     """The contract, by `single_pass` in so many blocks of tokens."""
     with pytest.MonkeyPatch.context() as patch:
         sweep.teach(cce, patch)
         if all_rows:
             sweep.take_all_rows(cce, patch)
-        check(cce, sweep.with_blocks(cce, case, blocks, needs, sums), needs=needs)
+        check(cce, sweep.with_blocks(cce, case, blocks, needs, rounded), needs=needs)
 
 
 def swept(cce):
@@ -133,7 +133,7 @@ def swept_in_rounded_blocks(cce):
     """dC in 16 bits, but for the four most frequent of eight targets."""
     case = sweep.single(29, 70, 16, torch.bfloat16)
     case.targets = torch.arange(29) % 8
-    held(cce, case, blocks=2, sums=sweep.ROUNDED)
+    held(cce, case, blocks=2, rounded=True)
 
 
 def swept_again(cce):
@@ -297,7 +297,7 @@ FAULTS = {
         SINGLE_PASS, [("            again()\n", "            pass\n")], swept_again
     ),
     "hidden states left as the block before had them": Fault(
-        OFFSETS, [("    _offsets(problem, n, before", "    i0 == 32 or _offsets(problem, n, before")], swept_again
+        OFFSETS, [("        self.run(first=i0)", "        i0 == 32 or self.run(first=i0)")], swept_again
     ),
     "penalty left out at the target": Fault(
         EXPONENTIALS, [("b_rest * exp(-b_loss)", "b_rest * 0.0")], swept_penalized

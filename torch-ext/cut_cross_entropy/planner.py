@@ -15,7 +15,6 @@ Times are of one H200 (fitted to benchmarks/results); what is chosen by them is 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,8 +44,9 @@ BLOCK_STEP = 128
 # exponentials for the backward.
 TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 700e12, 40e12, 6e12, 132
 CALL, PANEL, BLOCK, KEEPING = 1e-4, 7e-5, 1e-4, 4e-4
-# dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets, FREQUENT
-# of them for every FOR_BLOCKS blocks. Of more than MANY_BLOCKS all of it is kept in fp32.
+# dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets: FREQUENT
+# of them for every FOR_BLOCKS blocks, since the more often a row is rounded, the fewer may be (docs/numerics.md). Of
+# more than MANY_BLOCKS all of it is kept in fp32.
 FREQUENT, FOR_BLOCKS, MANY_BLOCKS = 256, 32, 128
 # Tokens of a panel of all classes beyond which its products get slower, and how much.
 LARGE_PANEL, SLOWER = 16384, 1.05
@@ -76,6 +76,8 @@ class Plan:
         blocks: how many blocks of tokens there are.
         kept: classes whose exponentials the forward of `recompute` leaves for the backward.
         chunk: tokens of a block whose dE is contracted at a time.
+        fp32_rows: rows of dC that `single_pass` sums over blocks in fp32: all, or those of the ids with most targets,
+            or 0 where dC itself holds the sum.
         parts: scratch bytes by name; ``forward:`` parts and ``backward:`` parts are not alive together.
         flops: floating-point operations of all GEMMs.
         milliseconds: predicted time on an H200; None for plain torch operations.
@@ -87,6 +89,7 @@ class Plan:
     block: int
     blocks: int
     chunk: int
+    fp32_rows: int
     kept: int
     parts: Mapping[str, int]
     flops: int
@@ -104,14 +107,6 @@ class Plan:
         lines = [f"{self.schedule}: {shape}, {self.flops / 1e12:.2f} TFLOP{time}"]
         lines += [f"  {name:<24} {size / MIB:12.2f} MiB" for name, size in self.parts.items()]
         return "\n".join([*lines, f"  {'peak':<24} {self.workspace / MIB:12.2f} MiB"])
-
-
-def frequent_ids(blocks):
-    """Ids whose rows of dC are summed in fp32 beside those that are rounded after each block; 0 where all are in fp32.
-
-    The more often a row is rounded, the fewer may be (docs/numerics.md).
-    """
-    return FREQUENT * math.ceil(blocks / FOR_BLOCKS) if blocks <= MANY_BLOCKS else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +134,12 @@ class _Sizes:
         columns = min(self.v, TILE_COLUMNS)
         return 4 * min(rows, TILE_ROWS) * columns, 4 * columns * self.d * (self.itemsize < 4)
 
-    def frequent(self, blocks):
-        """The ids of `frequent_ids` where there are any beside them and they are rounded at all."""
-        ids = frequent_ids(blocks)
-        return ids * (self.gpu and self.itemsize < 4 and blocks > 1 and self.v > ids)
+    def fp32_rows(self, blocks):
+        """Numbers of rows of dC that may be summed in fp32 over so many blocks."""
+        if not self.need_dc or self.itemsize == 4 or blocks == 1:
+            return [0]
+        frequent = FREQUENT * math.ceil(blocks / FOR_BLOCKS)
+        return [frequent, self.v] if self.gpu and blocks <= MANY_BLOCKS and frequent < self.v else [self.v]
 
     def splits(self, n):
         # Of a device of 132 multiprocessors and the taller or lower tiles, a twentieth of a percent of the logits.
@@ -164,7 +161,8 @@ def _default_budget(s: _Sizes, schedule):
     if schedule == "single_pass" and not s.gpu:
         # A sixth of what materializing takes is not worth slower, shorter blocks.
         block = min(s.n, CPU_BLOCK)
-        budget = max(budget, min(_peak(_block_parts(s, block, block)), 2 * s.n * s.v))
+        (fp32_rows,) = s.fp32_rows(math.ceil(s.n / block))
+        budget = max(budget, min(_peak(_block_parts(s, block, block, fp32_rows)), 2 * s.n * s.v))
     return budget
 
 
@@ -223,7 +221,7 @@ def _recompute(s: _Sizes, budget, kept):
         time += (kept > 0) * (KEEPING + 14 * rows * s.d / PASS_RATE)
     flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.d * (s.v * (s.need_de + s.need_dc) + (s.v - kept) * s.backward)
     parts = MappingProxyType(_panel_parts(s, width, kept))
-    return Plan("recompute", width, panels, s.valid, 1, s.valid, kept, parts, flops, _milliseconds(s, time))
+    return Plan("recompute", width, panels, s.valid, 1, s.valid, 0, kept, parts, flops, _milliseconds(s, time))
 
 
 def _block_sizes(n):
@@ -232,11 +230,8 @@ def _block_sizes(n):
     return sorted({min(n, BLOCK_STEP * step) for step in steps})
 
 
-def _block_parts(s: _Sizes, block, chunk, all_fp32=False):
-    """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted a chunk at a time.
-
-    All of dC is summed in fp32 with `all_fp32` or where it has to be.
-    """
+def _block_parts(s: _Sizes, block, chunk, fp32_rows):
+    """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted a chunk at a time."""
     parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 64) * block}
     parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * 64 * math.ceil(s.v / 64)
     # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
@@ -247,29 +242,25 @@ def _block_parts(s: _Sizes, block, chunk, all_fp32=False):
         tile, parts["forward:fp32 operands"] = s.tile(block)
         parts["forward:slice"] = tile // 8
         parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
-    blocks = math.ceil(s.n / block)
-    if s.need_dc and s.frequent(blocks) and not all_fp32:
-        ids = s.frequent(blocks)
+    sums = 4 * fp32_rows * s.d
+    if 0 < fp32_rows < s.v:
         # Sorting counts comes before the sums, sorting targets after the last columns are gathered; then a flag a class
         # and a share a token.
-        sums = 4 * ids * s.d + max(s.itemsize * ids * block, 48 * s.n)
-        parts["forward:fp32 dC of frequent ids"] = max(40 * s.v, sums) + s.v + 4 * s.n
-    elif s.need_dc and s.itemsize < 4 and blocks > 1:
-        parts["forward:fp32 dC"] = 4 * s.v * s.d
+        sums = max(40 * s.v, sums + max(s.itemsize * fp32_rows * block, 48 * s.n)) + s.v + 4 * s.n
+    parts["forward:fp32 rows of dC"] = sums
     if s.need_dbias:
         partial = min(math.ceil(4 * PROCESSORS / max(math.ceil(s.v / 128), 1)), math.ceil(block / 64)) if s.gpu else 1
-        parts["forward:fp32 dbias"] = 4 * s.v * (partial + (partial > 1) + (blocks > 1))
+        parts["forward:fp32 dbias"] = 4 * s.v * (partial + (partial > 1) + (s.n > block))
     return {name: size for name, size in parts.items() if size}
 
 
 def _single_pass(s: _Sizes, budget):
     """The plan of the least predicted time within the budget, or of the fewest bytes."""
 
-    def seconds(block, chunk, all_fp32):
+    def seconds(block, chunk, fp32_rows):
         if not s.gpu:
             return abs(block - CPU_BLOCK)
-        blocks = math.ceil(s.n / block)
-        ids = 0 if all_fp32 else s.frequent(blocks)
+        blocks, ids = math.ceil(s.n / block), fp32_rows if fp32_rows < s.v else 0
         # Columns of frequent ids are gathered, then contracted: twice the time of their product.
         product = functools.partial(_product, s, s.n, panel=block)
         time = product(epilogue=85)
@@ -277,17 +268,17 @@ def _single_pass(s: _Sizes, budget):
         return time + blocks * BLOCK + (blocks - 1) * s.v * s.d * s.need_dc * (4 if ids else 8) / SUM_RATE
 
     # The same candidates for every budget, so that a larger one is never slower.
-    used, sums_differ = {}, s.gpu and s.itemsize < 4
+    used = {}
     for block in _block_sizes(s.n):
-        for halved, all_fp32 in itertools.product((False, True), repeat=2) if sums_differ else [(False, False)]:
-            chunk = (block + 1) // 2 if halved else block
-            used[block, chunk, all_fp32] = _peak(_block_parts(s, block, chunk, all_fp32))
+        for chunk in (block, (block + 1) // 2) if s.gpu and s.itemsize < 4 else (block,):
+            for fp32_rows in s.fp32_rows(math.ceil(s.n / block)):
+                used[block, chunk, fp32_rows] = _peak(_block_parts(s, block, chunk, fp32_rows))
     fitting = [sizes for sizes in used if used[sizes] <= budget] or [min(used, key=used.get)]
-    block, chunk, all_fp32 = min(fitting, key=lambda sizes: seconds(*sizes))
+    block, chunk, fp32_rows = min(fitting, key=lambda sizes: seconds(*sizes))
     flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
-    parts, width = MappingProxyType(_block_parts(s, block, chunk, all_fp32)), 64 * math.ceil(s.v / 64)
-    time = _milliseconds(s, seconds(block, chunk, all_fp32))
-    return Plan("single_pass", width, 1, block, math.ceil(s.n / block), chunk, 0, parts, flops, time)
+    parts, width = MappingProxyType(_block_parts(s, block, chunk, fp32_rows)), 64 * math.ceil(s.v / 64)
+    time = _milliseconds(s, seconds(block, chunk, fp32_rows))
+    return Plan("single_pass", width, 1, block, math.ceil(s.n / block), chunk, fp32_rows, 0, parts, flops, time)
 
 
 def _product(s: _Sizes, rows, *, epilogue=0, panel=0):

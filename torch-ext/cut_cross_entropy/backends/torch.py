@@ -73,10 +73,17 @@ def new_rows(e, block, chunk):
     return rows, rows
 
 
-def block(problem, rows, count, i0, i1, buffer, before=None):
-    """The problem of the valid rows number i0 to i1, their hidden states in fp32 in the buffer."""
-    index = rows[i0:i1].long()
-    return replace(problem, e=buffer[: i1 - i0].copy_(problem.e[index]), targets=problem.targets[index])
+class Blocks:
+    """The valid rows, so many at a time, their hidden states in fp32 in the buffer."""
+
+    def __init__(self, problem, rows, count, size, buffer, known=True):
+        self.problem, self.rows, self.size, self.buffer = problem, rows[: int(count)], size, buffer
+
+    def take(self, i0):
+        """The block from row i0 of the list on, and that all of its rows are to be folded."""
+        index = self.rows[i0 : i0 + self.size].long()
+        e = self.buffer[: len(index)].copy_(self.problem.e[index])
+        return replace(self.problem, e=e, targets=self.problem.targets[index]), None
 
 
 def _logits(problem, v0, v1, out):
@@ -111,8 +118,9 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction):
         *(by_token(), by_token(), rows, count),
     )
     buffer, _ = new_rows(problem.e, min(live, ROWS), 0)
+    blocks = Blocks(problem, rows, count, ROWS, buffer)
     for i0, i1 in _steps(0, live, ROWS):
-        found = _fold(block(problem, rows, count, i0, i1, buffer), want_smooth, want_entropy, want_prediction)
+        found = _fold(blocks.take(i0)[0], want_smooth, want_entropy, want_prediction)
         index = rows[i0:i1].long()
         for name, values in found.items():
             getattr(out, name)[index] = values
@@ -270,7 +278,7 @@ def expand(accumulator, rows, count, live, known, unit, de):
         de[rows[i0:i1].long()] = accumulator[i0:i1].to(de.dtype)
 
 
-def exponentials(problem, count, counted, panel, coefficients, scaled):
+def exponentials(problem, count, panel, coefficients, scaled):
     """Fill the panel [N, >= V] with factors such that dz = factors[:, None] * panel. Returns nll, lse and factors, [N],
     and None: there is nothing to be done again more cheaply.
 

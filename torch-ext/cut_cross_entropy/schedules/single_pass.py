@@ -8,7 +8,6 @@ import functools
 
 import torch
 
-from ..planner import frequent_ids
 from ..problem import Coefficients
 from . import recompute
 
@@ -50,30 +49,30 @@ def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
     smoothing = None if coefficients.smooth is None else _Smoothing(backend, problem, coefficients.smooth)
     # dE after dC: its fp32 rows take the place of the scaled rows of e.
-    sums = [] if dc is None else [_OfClasses(backend, problem, dc, plan, rows, smoothing)]
-    sums += [] if dbias is None else [_OfBias(backend, dbias, smoothing)]
-    sums += [] if de is None else [_OfRows(backend, problem, de, wide, rows, count, smoothing)]
+    sums = [] if dc is None else [_SumDC(backend, problem, dc, plan, rows, smoothing)]
+    sums += [] if dbias is None else [_SumDBias(backend, dbias, smoothing)]
+    sums += [] if de is None else [_SumDE(backend, problem, de, wide, rows, count, smoothing)]
     nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
     lse = torch.zeros_like(nll) if smoothing or coefficients.square is not None else None
     # The count is on its way to the host while the first block is folded.
     counting = backend.count_later(problem, count)
-    live, i0, block, again = counting.now, 0, None, None
+    blocks = backend.Blocks(problem, rows, count, plan.block, narrow, counting.known)
+    live, i0, again = counting.now, 0, None
     while i0 == 0 or i0 < live:
         i1 = min(i0 + plan.block, n if live is None else live)
-        before, block = block, backend.block(problem, rows, count, i0, i1, narrow, block)
+        block, here = blocks.take(i0)
         if smoothing:
-            smoothing.add(block.e, i0, i1)
+            smoothing.add(block.e[: i1 - i0], i0, i1)
         # From here on the rows of e are scaled, for dC.
-        if again and block is before:
+        if again:
             again()
         else:
-            again = None
-            x, part, counted = panel[: i1 - i0], coefficients.rows(slice(i0, i1)), live is None and counting.known
-            scaled = None if dc is None else block.e
-            nll_of, lse_of, factors, again = backend.exponentials(block, count, counted, x, part, scaled)
-        nll[i0:i1] = nll_of
+            x, scaled = panel[: len(block.e)], None if dc is None else block.e
+            found = backend.exponentials(block, here, x, coefficients.rows(slice(i0, i1)), scaled)
+            nll_of, lse_of, factors, again = found
+        nll[i0:i1] = nll_of[: i1 - i0]
         if lse is not None:
-            lse[i0:i1] = lse_of
+            lse[i0:i1] = lse_of[: i1 - i0]
         live = counting.wait() if i0 == 0 else live
         valid = slice(min(i1, live) - i0)
         for gradient in sums if live else ():
@@ -85,7 +84,7 @@ def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
     return value + smoothing.value(problem, lse) if smoothing and live else value
 
 
-class _OfRows:
+class _SumDE:
     """dE: complete with its block. Rows are contracted in fp32, as many at a time as the buffer has."""
 
     def __init__(self, backend, problem, de, buffer, rows, count, smoothing):
@@ -107,7 +106,7 @@ class _OfRows:
             self.de.index_fill_(0, self.rows[live:].long(), 0.0)
 
 
-class _OfBias:
+class _SumDBias:
     """The gradient of the bias, in fp32 over blocks."""
 
     def __init__(self, backend, dbias, smoothing):
@@ -126,7 +125,7 @@ class _OfBias:
         self.dbias.copy_(self.total)
 
 
-class _OfClasses:
+class _SumDC:
     """dC, a sum over blocks: of one block rounded once, of several in fp32, or in 16 bits and rounded after each.
 
     In 16 bits, the rows of the most frequent targets, which carry most of the gradient of a language model, are in fp32
@@ -138,10 +137,10 @@ class _OfClasses:
         self.backend, self.problem, self.dc, self.rows, self.smoothing = backend, problem, dc, rows, smoothing
         self.total, self.ids = dc, None
         (v, d), new = dc.shape, functools.partial(torch.empty, dtype=torch.float32, device=dc.device)
-        if "forward:fp32 dC" in plan.parts:
+        if plan.fp32_rows == v:
             self.total = new((v, d))
-        elif "forward:fp32 dC of frequent ids" in plan.parts:
-            self.ids = _frequent(problem, frequent_ids(plan.blocks))
+        elif plan.fp32_rows:
+            self.ids = _frequent(problem, plan.fp32_rows)
             self.is_frequent = torch.zeros(v, dtype=torch.int8, device=dc.device).index_fill_(0, self.ids, 1)
             self.frequent, self.shares = new((len(self.ids), d)), new(len(rows)).zero_()
 

@@ -6,7 +6,7 @@ from .dlogits import dlogits, new_panel, panel_unit
 from .exponentials import exponentials, factors
 from .fold import fold, folds_all_rows
 from .launch import launches
-from .offsets import block
+from .offsets import Blocks
 from .rows import (
     compact,
     count_later,
@@ -25,7 +25,8 @@ from .targets import add_targets, take_targets
 NAME = "triton"
 
 __all__ = [
-    "NAME", "accumulate", "add_targets", "block", "column_sum", "compact", "contract_c", "count_later", "count_on_host",
-    "dlogits", "expand", "expand_block", "exponentials", "factors", "fold", "folds_all_rows", "launches", "new_panel",
-    "new_rows", "panel_unit", "reads_count", "scale", "scale_rows", "select", "take_targets", "write_rows",
+    "NAME", "Blocks", "accumulate", "add_targets", "column_sum", "compact", "contract_c", "count_later",
+    "count_on_host", "dlogits", "expand", "expand_block", "exponentials", "factors", "fold", "folds_all_rows",
+    "launches", "new_panel", "new_rows", "panel_unit", "reads_count", "scale", "scale_rows", "select", "take_targets",
+    "write_rows",
 ]  # fmt: skip

@@ -94,25 +94,23 @@ def factors(problem, fold, upstream, panel, scaled, tape=None):
     return out
 
 
-def exponentials(problem, count, counted, panel, coefficients, scaled):
-    """Fill the panel [N, >= V]. Returns nll, lse and factors, [N]: dz = factors[:, None] * panel.
+def exponentials(problem, count, panel, coefficients, scaled):
+    """Fill the panel [N, >= V] for the first `count` rows. Returns nll, lse and factors, [N]:
+    dz = factors[:, None] * panel. Where `scaled` is given, it becomes factors[:, None] * e.
 
-    With `counted`, of the first `count` rows alone. Where `scaled` is given, it becomes factors[:, None] * e. Then a
-    function that does the same again for what the tensors of the problem hold by then, or None where coefficients
-    differ from row to row.
+    The last that is returned is a function that does the same again for what problem and count hold by then, or None
+    where coefficients differ from row to row.
     """
-    n, device, tape = problem.e.shape[0], problem.e.device, Tape()
-    every = torch.full((1,), n, dtype=torch.int32, device=device)
-    of = count if counted else every
-    out = fold(problem, None, of, False, False, False, panel, counted, tape)
-    rows = torch.arange(n, dtype=torch.int32, device=device)
-    out = out._replace(rows=rows, count=every)
-    upstream = coefficients.gradients(problem, out.lse)
+    tape = Tape()
+    out = fold(problem, None, count, False, False, False, panel, tape)
+    out = out._replace(rows=torch.arange(problem.e.shape[0], dtype=torch.int32, device=panel.device))
+    # Of the rows that there are.
+    upstream = coefficients.gradients(problem, out.lse[: len(coefficients.nll)])
     found = factors(problem, out, upstream, panel, scaled, tape)
 
     def again():
         out.overflow.zero_()
         tape.again()
 
-    same = not counted and upstream.rest is None and upstream.nll.stride(0) == 0
+    same = upstream.rest is None and upstream.nll.stride(0) == 0
     return out.nll, out.lse, found, again if same else None

@@ -180,10 +180,8 @@ def fold_kernel(
     tl.store(target_logit + o_m, b_target, mask=m_target)
 
 
-def fold(
-    problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, counted=False, tape=None
-):  # fmt: skip
-    """Fold the logits of the `count` rows listed; where `rows` is None, of every row, or with `counted` of so many.
+def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel=None, tape=None):
+    """Fold the logits of the `count` rows listed, or where `rows` is None of the first `count`.
 
     With a `panel` of the first classes panel[i, v] = 2^(z_v - m), where `folds_all_rows`. It is not to be used where
     `overflow` is 1 afterwards; everything else that is returned is right then too.
@@ -192,7 +190,8 @@ def fold(
     (n, d), v, device = e.shape, c.shape[0], e.device
     config = configs.config_of(device)
     aligned, store = configs.describable(e) and configs.describable(c), panel is not None
-    once = rows is None or configs.is_small(n, v, d, device)
+    counted = rows is None
+    once = counted or configs.is_small(n, v, d, device)
     # Without a softcap the sum of all logits is one product of vectors per row.
     linear = want_smooth and not once and problem.softcap is None
     online = want_entropy or want_prediction or want_smooth and not linear

@@ -6,6 +6,7 @@
 Reads the rows of e and as many of c, and for the sums c once more. A block of listed rows is copied on the way.
 """
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -18,22 +19,25 @@ from .logits import logit_arguments, scaled
 from .rows import row_block
 
 
-@triton.jit(do_not_specialize=["V", "first", "ignore_index"])
+@triton.jit(do_not_specialize=["V", "first", "least", "ignore_index"])
 def offset_kernel(
-    e, c, bias, targets, rows, count, out, out_targets, offset, total, weighted, shift,
-    V, D, first, inner, outer, stride_e, stride_c, stride_out, ignore_index,
+    e, c, bias, targets, rows, count, out, out_targets, out_count, offset, total, weighted, shift,
+    V, D, first, least, inner, outer, stride_e, stride_c, stride_out, ignore_index,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """offset = the target's logit, as a product of vectors; +inf, relative to which nothing counts, where ignored.
 
     weighted = sum_v w_v z_v, from total = sum_v w_v c_v and shift = sum_v w_v bias_v. With `rows` of those listed from
-    `first` on, which are copied to `out` with their targets; past the count zeros and ignored targets.
+    `first` on, which are copied to `out` with their targets; past the count zeros and ignored targets. out_count is how
+    many there are, or would be if the count were `least`.
     """
     i_n = tl.program_id(0)
     live, row = i_n >= 0, i_n.to(tl.int64)
     if rows is not None:
-        live = first + i_n < tl.load(count)
-        row = tl.load(rows + first + i_n).to(tl.int64)
+        number = tl.load(count)
+        live = first + i_n < number
+        row = tl.load(rows + first + i_n, mask=live, other=0).to(tl.int64)
+        tl.store(out_count, tl.minimum(tl.maximum(number, least) - first, tl.num_programs(0)), mask=i_n == 0)
     y = tl.where(live, tl.load(targets + row).to(tl.int64), ignore_index)
     if out_targets is not None:
         tl.store(out_targets + i_n, y)
@@ -76,30 +80,35 @@ def offsets(problem, out, weighted):
     _offsets(problem, problem.e.shape[0], out, total=total, weighted=weighted, shift=shift)
 
 
-def block(problem, rows, count, i0, i1, buffer, before=None):
-    """The problem of the rows listed from i0 to i1, compacted, with their offsets; in the tensors of the one before
-    where it has as many.
+class Blocks:
+    """The rows listed, so many at a time: compacted, with their offsets, always in the same tensors.
 
     Past the count rows are zero, their targets ignored.
     """
-    n, device = i1 - i0, problem.e.device
-    if before is None or before.e.shape[0] != n:
-        targets = torch.empty(n, dtype=torch.int64, device=device)  # any ignore_index fits
-        offset = torch.empty(n, dtype=torch.float32, device=device)
-        before = replace(problem, e=buffer[:n], targets=targets, offset=offset)
-    _offsets(problem, n, before.offset, rows, count, before.e, before.targets, i0)
-    return before
+
+    def __init__(self, problem, rows, count, size, buffer, known):
+        new = functools.partial(torch.empty, device=problem.e.device)
+        targets, offset = new(size, dtype=torch.int64), new(size, dtype=torch.float32)  # any ignore_index fits
+        self.block, self.count = replace(problem, e=buffer, targets=targets, offset=offset), new(1, dtype=torch.int32)
+        # Where the host does not know the count it goes on to the last row.
+        listed = (rows, count, buffer, targets, self.count, 0 if known else rows.numel())
+        self.run = functools.partial(_offsets, problem, size, offset, *listed)
+
+    def take(self, i0):
+        """The block from row i0 of the list on, and how many rows of it are to be folded, int32 [1]."""
+        self.run(first=i0)
+        return self.block, self.count
 
 
 def _offsets(
-    problem, n, offset, rows=None, count=None, out=None, out_targets=None, first=0, *,
-    total=None, weighted=None, shift=None,
+    problem, n, offset, rows=None, count=None, out=None, out_targets=None, out_count=None, least=0, *,
+    first=0, total=None, weighted=None, shift=None,
 ):  # fmt: skip
     e, c = problem.e, problem.c
     (bias, *scalars), flags = logit_arguments(problem)
     launch(
         offset_kernel, n, e.device, e, c, bias, problem.targets,
-        rows, count, out, out_targets, offset, total, weighted, shift, *c.shape, first, *scalars,
+        rows, count, out, out_targets, out_count, offset, total, weighted, shift, *c.shape, first, least, *scalars,
         e.stride(0), c.stride(0), 0 if out is None else out.stride(0), problem.ignore_index, **flags,
         BLOCK=min(1024, row_block(e.shape[1])),
     )  # fmt: skip
