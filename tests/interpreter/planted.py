@@ -296,6 +296,9 @@ FAULTS = {
     "a panel left as the block before had it": Fault(
         SINGLE_PASS, [("            again()\n", "            pass\n")], swept_again
     ),
+    "rows that the host takes for valid left out": Fault(
+        OFFSETS, [("0 if known else rows.numel()", "0")], swept_past_the_count
+    ),
     "hidden states left as the block before had them": Fault(
         OFFSETS, [("        self.run(first=i0)", "        i0 == 32 or self.run(first=i0)")], swept_again
     ),

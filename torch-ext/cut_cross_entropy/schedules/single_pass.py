@@ -67,9 +67,8 @@ def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
         if again:
             again()
         else:
-            x, scaled = panel[: len(block.e)], None if dc is None else block.e
-            found = backend.exponentials(block, here, x, coefficients.rows(slice(i0, i1)), scaled)
-            nll_of, lse_of, factors, again = found
+            x, part, scaled = panel[: len(block.e)], coefficients.rows(slice(i0, i1)), None if dc is None else block.e
+            nll_of, lse_of, factors, again = backend.exponentials(block, here, x, part, scaled)
         nll[i0:i1] = nll_of[: i1 - i0]
         if lse is not None:
             lse[i0:i1] = lse_of[: i1 - i0]

@@ -104,7 +104,7 @@ def exponentials(problem, count, panel, coefficients, scaled):
     tape = Tape()
     out = fold(problem, None, count, False, False, False, panel, tape)
     out = out._replace(rows=torch.arange(problem.e.shape[0], dtype=torch.int32, device=panel.device))
-    # Of the rows that there are.
+    # The last block of tokens may have fewer rows than its tensors.
     upstream = coefficients.gradients(problem, out.lse[: len(coefficients.nll)])
     found = factors(problem, out, upstream, panel, scaled, tape)
 
