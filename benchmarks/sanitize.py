@@ -26,7 +26,8 @@ SUMMARIES = (r"ERROR SUMMARY: (\d+) error", r"RACECHECK SUMMARY: (\d+) hazard")
 PLANTED = re.compile(r"Invalid __global__ write")
 # Triton hands warps over to their partition by a flag in shared memory, on either side of named barriers that racecheck
 # does not follow. Both accesses are the compiler's: the read has the line on which the kernel begins.
-HANDED_OVER = re.compile(r"Race reported between Read access at (hopper_\w+)\+\w+ in (\w+\.py):(\d+)")
+READ = re.compile(r"Read access at (\w+)\+\w+ in (\w+\.py):(\d+)")
+BETWEEN = "\n========= \n"  # two reports
 KERNELS = ROOT / "torch-ext" / "cut_cross_entropy" / "backends" / "triton" / "hopper"
 # Where a finding lies, as every tool prints it: "at kernel+0x1a0 in file.py:12" or "in void kernel<...>".
 WHERE = re.compile(r"\bat (?:void )?([\w:]+)[+(<]")
@@ -58,18 +59,26 @@ def parse(tool: str, output: str) -> dict:
     output = output.replace(f"{ROOT}/", "")
     counts = [int(count) for pattern in SUMMARIES for count in re.findall(pattern, output)]
     entry = {"tool": tool, "findings": counts[-1] if counts else None}
-    handed_over = [place for *place, line in HANDED_OVER.findall(output) if begins(*place, int(line))]
-    if entry["findings"] and handed_over:
-        entry |= {"findings": entry["findings"] - len(handed_over), "of the compiler": output[:3000]}
+    reports = output.split(BETWEEN)
+    compilers = [report for report in reports if of_the_compiler(report)]
+    if entry["findings"] and compilers:
+        output = BETWEEN.join(report for report in reports if report not in compilers)
+        entry |= {"findings": entry["findings"] - len(compilers), "of the compiler": BETWEEN.join(compilers)[:3000]}
     if entry["findings"] != 0:
         entry["where"] = dict(Counter(WHERE.findall(output)).most_common(12))
         entry["output"] = output[:3000] + ("\n...\n" + output[-3000:] if len(output) > 6000 else output[3000:])
     return entry
 
 
-def begins(kernel: str, file: str, line: int) -> bool:
-    """Whether the kernel is defined on this line of this file."""
-    return (KERNELS / file).read_text().splitlines()[line - 1].startswith(f"def {kernel}(")
+def of_the_compiler(report: str) -> bool:
+    """Whether this is about a flag that the compiler reads, on the line on which a specialised kernel begins."""
+
+    def begins(kernel, file, line):
+        lines = (KERNELS / file).read_text().splitlines() if kernel.startswith("hopper_") else []
+        return int(line) <= len(lines) and lines[int(line) - 1].startswith(f"def {kernel}(")
+
+    reads = READ.findall(report)
+    return bool(reads) and all(begins(*read) for read in reads)
 
 
 def start(command: list[str], report: Path, **env: str) -> tuple[subprocess.Popen, float]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import bars, figures
+from benchmarks import bars, figures, sanitize
 from benchmarks.evidence import RESULTS, Evidence
 from benchmarks.recorder import summary
 from benchmarks.sanitize import parse
@@ -195,6 +195,23 @@ def test_a_failure_in_teardown_is_a_failure(last):
 )
 def test_sanitizer_output(tool, output, findings):
     assert parse(tool, output)["findings"] == findings
+
+
+def test_a_flag_of_the_compiler_is_told_from_a_race():
+    """By the line on which the kernel begins, whichever access is named first."""
+    lines = (sanitize.KERNELS / "fold.py").read_text().splitlines()
+    begins = 1 + next(i for i, line in enumerate(lines) if line.startswith("def hopper_fold_kernel("))
+
+    def report(first, line, second, other):
+        at = "access at hopper_fold_kernel+0x190 in fold.py"
+        return f"========= Error: Race reported between {first} {at}:{line}\n=========     and {second} {at}:{other}"
+
+    flags = [report("Read", begins, "Write", begins + 22), report("Write", begins, "Read", begins)]
+    races = [report("Read", begins + 9, "Write", begins), report("Write", begins, "Read", begins + 9)]
+    summary = "========= RACECHECK SUMMARY: 4 hazards displayed (4 errors, 0 warnings)"
+    found = parse("racecheck", sanitize.BETWEEN.join([*flags, *races, summary]))
+    assert found["findings"] == 2
+    assert all(race in found["output"] for race in races) and not any(flag in found["output"] for flag in flags)
 
 
 def test_gpu_tests_are_collected_without_a_gpu():
