@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import kernel, states, truth  # noqa: E402
 from benchmarks.bars import FLOOR_8, MIB, floor_rate, judge, workspace_of  # noqa: E402
 from benchmarks.memory import release, step_memory  # noqa: E402
-from benchmarks.shapes import HOST, OPTIONS, OPTIONS_SINGLE_PASS, SHAPES, SWEEP, Shape  # noqa: E402
+from benchmarks.shapes import HOST, OPTIONS, SHAPES, SWEEP, Shape  # noqa: E402
 from benchmarks.timing import (  # noqa: E402
     captured,
     device_operations,
@@ -115,7 +115,6 @@ class Bench:
         """
         shape = self.sized(OPTIONS)
         s, budget = self.inputs(shape), {"workspace": shape.workspace}
-        budgets = {"recompute": budget, "single_pass": {"workspace": shape.workspace and OPTIONS_SINGLE_PASS}}
         rng = torch.Generator(device=self.device).manual_seed(2)
         weight, token_weight = (torch.rand(k, generator=rng, device=self.device) + 0.5 for k in (shape.v, shape.n))
         calls = {
@@ -133,8 +132,7 @@ class Bench:
         }
 
         def loss(schedule="recompute", **options):
-            options |= {"schedule": schedule, **budgets[schedule]}
-            found = self.cce.linear_cross_entropy(s.e, s.c, s.targets, **options)
+            found = self.cce.linear_cross_entropy(s.e, s.c, s.targets, schedule=schedule, **options, **budget)
             return sum(t.sum() for t in found) if isinstance(found, tuple) else found.sum()
 
         def entropy():

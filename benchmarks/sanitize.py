@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -25,9 +26,10 @@ SHARES = 6  # processes that compile every kernel beforehand
 SUMMARIES = (r"ERROR SUMMARY: (\d+) error", r"RACECHECK SUMMARY: (\d+) hazard")
 PLANTED = re.compile(r"Invalid __global__ write")
 # Triton hands warps over to their partition by a flag in shared memory, on either side of named barriers that racecheck
-# does not follow. Both accesses are the compiler's: the read has the line on which the kernel begins.
-READ = re.compile(r"Read access at (\w+)\+\w+ in (\w+\.py):(\d+)")
-BETWEEN = "\n========= \n"  # two reports
+# does not follow. All accesses are the compiler's: reads have the line on which the kernel begins, writes that or the
+# one that starts the partitions. What a partition does has lines above the kernel, or of another file.
+ACCESS = re.compile(r"(Read|Write) access at (\w+)\+\w+ in (\w+\.py):(\d+)")
+SEPARATOR = "\n========= \n"  # of reports
 KERNELS = ROOT / "torch-ext" / "cut_cross_entropy" / "backends" / "triton" / "hopper"
 # Where a finding lies, as every tool prints it: "at kernel+0x1a0 in file.py:12" or "in void kernel<...>".
 WHERE = re.compile(r"\bat (?:void )?([\w:]+)[+(<]")
@@ -59,11 +61,12 @@ def parse(tool: str, output: str) -> dict:
     output = output.replace(f"{ROOT}/", "")
     counts = [int(count) for pattern in SUMMARIES for count in re.findall(pattern, output)]
     entry = {"tool": tool, "findings": counts[-1] if counts else None}
-    reports = output.split(BETWEEN)
-    compilers = [report for report in reports if of_the_compiler(report)]
+    ours, compilers = [], []
+    for report in output.split(SEPARATOR):
+        (compilers if of_the_compiler(report) else ours).append(report)
     if entry["findings"] and compilers:
-        output = BETWEEN.join(report for report in reports if report not in compilers)
-        entry |= {"findings": entry["findings"] - len(compilers), "of the compiler": BETWEEN.join(compilers)[:3000]}
+        output = SEPARATOR.join(ours)
+        entry |= {"findings": entry["findings"] - len(compilers), "of the compiler": SEPARATOR.join(compilers)[:3000]}
     if entry["findings"] != 0:
         entry["where"] = dict(Counter(WHERE.findall(output)).most_common(12))
         entry["output"] = output[:3000] + ("\n...\n" + output[-3000:] if len(output) > 6000 else output[3000:])
@@ -71,14 +74,14 @@ def parse(tool: str, output: str) -> dict:
 
 
 def of_the_compiler(report: str) -> bool:
-    """Whether this is about a flag that the compiler reads, on the line on which a specialised kernel begins."""
-
-    def begins(kernel, file, line):
-        lines = (KERNELS / file).read_text().splitlines() if kernel.startswith("hopper_") else []
-        return int(line) <= len(lines) and lines[int(line) - 1].startswith(f"def {kernel}(")
-
-    reads = READ.findall(report)
-    return bool(reads) and all(begins(*read) for read in reads)
+    """Whether this is about the flag by which a specialised kernel hands its warps over."""
+    accesses = ACCESS.findall(report)
+    if len({(kernel, file) for _, kernel, file, _ in accesses}) != 1:
+        return False
+    _, kernel, file, _ = accesses[0]
+    lines = (KERNELS / file).read_text().splitlines() if (KERNELS / file).exists() else []
+    begins = next((i for i, line in enumerate(lines, 1) if line.startswith(f"def {kernel}(")), math.inf)
+    return all(int(line) == begins if kind == "Read" else int(line) >= begins for kind, _, _, line in accesses)
 
 
 def start(command: list[str], report: Path, **env: str) -> tuple[subprocess.Popen, float]:

@@ -86,6 +86,7 @@ def run_case(cce, sizes, dtype, options, device=DEVICE) -> None:
     with patch.object(configs, "SMALL", 0) if options.pop("large", False) else nullcontext():
         out = cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options)
         out = out if isinstance(out, tuple) else (out,)
+        # By an upstream gradient of 1 nothing would be scaled.
         (3.0 * sum(x.sum() for x in out)).backward()
         # On a CPU the fold alone may need more than `single_pass` in many blocks does.
         with torch.no_grad():

@@ -198,19 +198,21 @@ def test_sanitizer_output(tool, output, findings):
 
 
 def test_a_flag_of_the_compiler_is_told_from_a_race():
-    """By the line on which the kernel begins, whichever access is named first."""
+    """Every read where the kernel begins and every write in its own body, whichever is named first."""
     lines = (sanitize.KERNELS / "fold.py").read_text().splitlines()
     begins = 1 + next(i for i, line in enumerate(lines) if line.startswith("def hopper_fold_kernel("))
 
-    def report(first, line, second, other):
-        at = "access at hopper_fold_kernel+0x190 in fold.py"
-        return f"========= Error: Race reported between {first} {at}:{line}\n=========     and {second} {at}:{other}"
+    def report(first, at, second, other):
+        access = "{} access at hopper_fold_kernel+0x190 in {}".format
+        return f"========= Error: Race reported between {access(first, at)}\n=========     and {access(second, other)}"
 
-    flags = [report("Read", begins, "Write", begins + 22), report("Write", begins, "Read", begins)]
-    races = [report("Read", begins + 9, "Write", begins), report("Write", begins, "Read", begins + 9)]
-    summary = "========= RACECHECK SUMMARY: 4 hazards displayed (4 errors, 0 warnings)"
-    found = parse("racecheck", sanitize.BETWEEN.join([*flags, *races, summary]))
-    assert found["findings"] == 2
+    kernel, body, partition = (f"fold.py:{line}" for line in (begins, begins + 22, begins - 22))
+    flags = [report("Read", kernel, "Write", body), report("Write", kernel, "Read", kernel)]
+    races = [report("Read", body, "Write", kernel), report("Write", kernel, "Read", partition)]
+    races += [report("Read", kernel, "Write", partition), report("Write", "pipeline.py:177", "Read", kernel)]
+    summary = "========= RACECHECK SUMMARY: 6 hazards displayed (6 errors, 0 warnings)"
+    found = parse("racecheck", sanitize.SEPARATOR.join([*flags, *races, summary]))
+    assert found["findings"] == len(races)
     assert all(race in found["output"] for race in races) and not any(flag in found["output"] for flag in flags)
 
 
