@@ -14,7 +14,7 @@ PROCESSORS, SPAN = 132, 256
 def division(cce):
     """`forward_splits`, and the kernel below over the loaded module's own functions."""
     splits = importlib.import_module(f"{cce.__name__}.backends.triton.splits")
-    globals().update(walk=splits.walk, pair=splits.pair)
+    globals().update(walk=splits.walk, pair=splits.pair, counted=splits.counted, ROOM=splits.ROOM.value)
     return importlib.import_module(f"{cce.__name__}.splits").forward_splits
 
 
@@ -66,3 +66,31 @@ def test_any_narrow_split(division, blocks, splits, narrow, programs):
 def test_no_rows(division):
     seen, _, load = divided(0, 3, 1, 1000, 5)
     assert not seen.numel() and not load.any()
+
+
+@triton.jit
+def counted_kernel(out, count, N, splits, narrow, most, programs, BM: tl.constexpr):
+    blocks, splits, narrow = counted(count, N, splits, narrow, most, programs, BM)  # noqa: F821
+    tl.store(out, blocks)
+    tl.store(out + 1, splits)
+    tl.store(out + 2, narrow)
+
+
+@pytest.mark.parametrize("n, v, d", [(4096, 128256, 4096), (8192, 32000, 2048), (1024, 128256, 2048), (300, 521, 40)])
+def test_splits_of_fewer_rows(division, n, v, d):
+    """Those of all rows where the row blocks are as many; else as quick as any, up to what one more split costs."""
+    of_all = division(n, v, d, block_m=128, block_n=SPAN, processors=PROCESSORS)
+    every = -(-n // 128)
+    programs = min(every * of_all.every, PROCESSORS)
+    regular = of_all.every - (of_all.narrow > 0)
+    for count in (0, 1, n // 8, n // 2, n * 13 // 16, n * 7 // 8, n - 1, n):
+        out = torch.zeros(3, dtype=torch.int32)
+        counted_kernel[(1,)](out, torch.tensor([count]), n, *of_all[:2], of_all.listed, programs, BM=128)
+        blocks, splits, narrow = out.tolist()
+        assert blocks == -(-count // 128)
+        if blocks == every:
+            assert (splits, narrow) == of_all[:2]
+            continue
+        allowed = range(regular, min(of_all.listed, ROOM * every * of_all.every // max(blocks, 1)) + 1)  # noqa: F821
+        rounds = {number: -(-blocks * number // programs) / number for number in allowed}
+        assert narrow == 0 and splits in rounds and 63 * rounds[splits] <= 64 * min(rounds.values())

@@ -33,7 +33,7 @@ from .logits import above, logit_arguments, softcap_kind, store_tile, tile_dot, 
 from .merge import merge_kernel, overflows
 from .offsets import offsets
 from .online import online_update
-from .splits import counted, is_dense, pair
+from .splits import ROOM, counted, is_dense, pair
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def fold_online(
     return state
 
 
-@triton.jit(do_not_specialize=["N", "V", "splits", "narrow", "most", "columns"])
+@triton.jit(do_not_specialize=["N", "V", "splits", "narrow", "most", "programs", "columns"])
 def fold_kernel(
     e, c, bias, weight, targets, rows, count,  # inputs
     offset,  # [N], with RELATIVE
@@ -111,7 +111,7 @@ def fold_kernel(
     part_m, part_s, part_weighted, part_pz, part_argmax,  # [splits, N] each
     panel,  # with STORE: a descriptor of [N, V]
     overflow,  # int32 [1]: whether a row is to be folded again
-    N, V, D, splits, narrow, most, columns, inner, outer,
+    N, V, D, splits, narrow, most, programs, columns, inner, outer,
     stride_e, stride_c, stride_panel,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, DENSE: tl.constexpr,
     LISTED: tl.constexpr, COUNTED: tl.constexpr, E_DESCRIPTOR: tl.constexpr, C_DESCRIPTOR: tl.constexpr,
@@ -128,7 +128,7 @@ def fold_kernel(
             return
     live, blocks = tl.minimum(tl.load(count), N), tl.cdiv(N, BM)
     if COUNTED:
-        blocks, splits, narrow = counted(count, N, splits, narrow, most, BM)
+        blocks, splits, narrow = counted(count, N, splits, narrow, most, programs, BM)
         if tl.program_id(0) >= blocks * splits:
             return
     i_m, i_s, first, last = pair(tl.program_id(0), blocks, splits, narrow, V, SPAN, GROUP)
@@ -233,9 +233,10 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         # The offset lives in m, which only the merge writes.
         offsets(problem, m, part_weighted if linear else None)
     dense = 0 if once else configs.DENSE
+    # At work side by side: one a multiprocessor.
+    programs = min(cdiv(n, dense_tile.BM) * splits.every, processors)
 
     def run_specialised():
-        programs = min(cdiv(n, dense_tile.BM) * splits.every, processors)
         if relative:
             make(
                 hopper.fold_kernel, programs, device, *hopper.operands(e, c, panel),
@@ -259,11 +260,11 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         if store and relative:
             panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config)
         make(
-            fold_kernel, row_blocks * number, device,
+            fold_kernel, row_blocks * number * (ROOM.value if counted else 1), device,
             e_operand, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_pz, part_argmax,
             panel_operand, overflow,
-            n, v, d, number, narrow, most, min(v, panel.shape[1]) if store else 0, *scalars,
+            n, v, d, number, narrow, most, programs, min(v, panel.shape[1]) if store else 0, *scalars,
             e.stride(0), c.stride(0), panel.stride(0) if store else 0,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, SPAN=dense_tile.BN, GROUP=configs.GROUP,
             DENSE=dense, LISTED=listed, COUNTED=counted,
@@ -285,7 +286,8 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         merge_kernel, cdiv(n, 128), device,
         problem.targets, part_m, part_s, part_weighted, part_pz, part_argmax,
         problem.weight.float().sum() if weighted else None,
-        nll, lse, smooth, entropy, prediction, m, s, count, n, v, splits.every, most, problem.ignore_index,
+        nll, lse, smooth, entropy, prediction, m, s, count,
+        n, v, *splits, programs, problem.ignore_index,
         **wants | dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth), LINEAR=linear, DENSE=dense, COUNTED=counted,
         BM=tile.BM, BLOCK=128,
     )  # fmt: skip

@@ -23,12 +23,12 @@ def overflows(b_k, b_s):
     return (b_s > OVERFLOW) | (b_k == float("-inf"))
 
 
-@triton.jit(do_not_specialize=["N", "V", "splits", "splits_listed", "ignore_index"])
+@triton.jit(do_not_specialize=["N", "V", "splits", "narrow", "splits_listed", "programs", "ignore_index"])
 def merge_kernel(
     targets, part_m, part_s, part_weighted, part_pz, part_argmax, total_weight,
     nll,  # [N], comes as the target's logit
     lse, smooth, entropy, prediction, m, s,  # [N] each
-    count, N, V, splits, splits_listed, ignore_index,
+    count, N, V, splits, narrow, splits_listed, programs, ignore_index,
     HAS_WEIGHT: tl.constexpr, WANT_SMOOTH: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_ARGMAX: tl.constexpr,
     LINEAR: tl.constexpr, DENSE: tl.constexpr, COUNTED: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def merge_kernel(
     b_argmax = tl.zeros([BLOCK], dtype=tl.int32)
     o_part = o_n.to(tl.int64)
     if COUNTED:
-        _, splits, _ = counted(count, N, splits, 0, splits_listed, BM)
+        _, splits, _ = counted(count, N, splits, narrow, splits_listed, programs, BM)
     elif not is_dense(count, N, DENSE):
         splits = splits_listed
     for _ in range(0, splits):

@@ -104,7 +104,7 @@ def hopper_fold_kernel(
     WARPGROUPS: gl.constexpr = BM // ROWS
     blocks = gl.cdiv(N, BM)
     if COUNTED:
-        blocks, splits, narrow = counted(count, N, splits, narrow, most, BM)
+        blocks, splits, narrow = counted(count, N, splits, narrow, most, gl.num_programs(0), BM)
     ring = new_ring(e, c, WARPGROUPS)
     buffers = ring[0]
     if STORE:
