@@ -105,8 +105,9 @@ class Plan:
         shape = f"{self.panels} x {self.blocks} panels of {self.panel} columns by {self.block} tokens"
         shape += f", {self.kept} columns kept" * (self.kept > 0)
         lines = [f"{self.schedule}: {shape}, {self.flops / 1e12:.2f} TFLOP{time}"]
-        lines += [f"  {name:<24} {size / MIB:12.2f} MiB" for name, size in self.parts.items()]
-        return "\n".join([*lines, f"  {'peak':<24} {self.workspace / MIB:12.2f} MiB"])
+        sizes = {**self.parts, "peak": self.workspace}
+        width = max(map(len, sizes))
+        return "\n".join([*lines, *(f"  {name:<{width}} {size / MIB:12.2f} MiB" for name, size in sizes.items())])
 
 
 @dataclass(frozen=True, slots=True)
