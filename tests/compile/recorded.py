@@ -59,7 +59,7 @@ class Recorder:
                 patch.setattr(module, "launch", self._note)
         self._patch = patch
 
-    def _note(self, kernel, programs, device, *args, compiled=None, **constants):
+    def _note(self, kernel, programs, device, *args, compiled=None, tape=None, **constants):
         self._launches.append(Launch(kernel, args, constants))
         if kernel.__name__ == "select_kernel":
             _, rows, count, in_range, *_ = args

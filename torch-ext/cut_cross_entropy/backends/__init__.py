@@ -12,7 +12,7 @@
 
 `single_pass` besides:
 
-| block          | e, targets, rows                 | a problem of its own: valid rows i0 to i1                  |
+| Blocks         | e, targets, rows                 | so many listed rows at a time, a problem of their own      |
 | exponentials   | e, c, bias, targets, weights     | the panel, and a factor per row: dz = factor * panel       |
 | column_sum     | a matrix, weights of its rows    | their weighted sum in fp32                                 |
 | expand_block   | fp32 rows of dE, factors         | factor * row in the dtype of dE                            |

@@ -96,15 +96,16 @@ def dlogits(problem, e, fold, gradients, live, unit, panel, needed=None, tape=No
             EVEN_D=c.shape[1] % tile.BK == 0, PRECISION=configs.precision_of(e.dtype), FLATTEN=described,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    row_blocks, compiled, make = cdiv(live, tile.BM), None, launch if tape is None else tape.launch
+    row_blocks, compiled = cdiv(live, tile.BM), None
 
     def write(v0, v1):
         nonlocal compiled
         tiles = row_blocks * cdiv(v1 - v0, tile.BN)
         sizes = (live, c.shape[0], c.shape[1], v1 - v0, v0)
-        compiled = make(
-            kernel, min(tiles, most), device, *operands, *rows, *sizes, *scalars, compiled=compiled, **options, **flags
-        )
+        compiled = launch(
+            kernel, min(tiles, most), device, *operands, *rows, *sizes, *scalars,
+            compiled=compiled, tape=tape, **options, **flags,
+        )  # fmt: skip
 
     return write
 

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from .dlogits import dlogits
 from .fold import fold
-from .launch import Tape, launch
+from .launch import launch
 from .logits import logit_arguments
 from .math import LOG2E, exp, expm1
 from .rows import row_block
@@ -76,20 +76,20 @@ def factors(problem, fold, upstream, panel, scaled, tape=None):
 
     Where `scaled` [N, D] is given, it becomes factors[:, None] * e; it may be e.
     """
-    e, (_, columns), make = problem.e, panel.shape, launch if tape is None else tape.launch
+    e, (_, columns) = problem.e, panel.shape
     n, d = e.shape
     out = torch.empty(n, dtype=torch.float32, device=panel.device)
     rewrite = dlogits(problem, e, fold, upstream, n, None, panel, needed=fold.overflow, tape=tape)
     rewrite(0, min(columns, problem.c.shape[0]))
     (_, _, outer), flags = logit_arguments(problem)
     rest = upstream.rest
-    make(
+    launch(
         factor_kernel, n, panel.device,
         problem.targets, fold.nll, fold.m, fold.s, upstream.nll, rest, fold.overflow, panel, out, e, scaled,
         columns, d, problem.ignore_index, problem.scale / problem.temperature, outer,
         panel.stride(0), e.stride(0), 0 if scaled is None else scaled.stride(0),
         upstream.nll.stride(0), 0 if rest is None else rest.stride(0),
-        HAS_REST=rest is not None, SOFTCAP=flags["SOFTCAP"], BLOCK=row_block(d),
+        HAS_REST=rest is not None, SOFTCAP=flags["SOFTCAP"], BLOCK=row_block(d), tape=tape,
     )  # fmt: skip
     return out
 
@@ -101,16 +101,17 @@ def exponentials(problem, count, panel, coefficients, scaled):
     The last that is returned is a function that does the same again for what problem and count hold by then, or None
     where coefficients differ from row to row.
     """
-    tape = Tape()
+    tape = []
     out = fold(problem, None, count, False, False, False, panel, tape)
     out = out._replace(rows=torch.arange(problem.e.shape[0], dtype=torch.int32, device=panel.device))
     # The last block of tokens may have fewer rows than its tensors.
     upstream = coefficients.gradients(problem, out.lse[: len(coefficients.nll)])
-    found = factors(problem, out, upstream, panel, scaled, tape)
+    row_factors = factors(problem, out, upstream, panel, scaled, tape)
 
     def again():
         out.overflow.zero_()
-        tape.again()
+        for run in tape:
+            run()
 
     same = upstream.rest is None and upstream.nll.stride(0) == 0
-    return out.nll, out.lse, found, again if same else None
+    return out.nll, out.lse, row_factors, again if same else None

@@ -186,12 +186,12 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
     With a `panel` of the first classes panel[i, v] = 2^(z_v - m), where `folds_all_rows`. It is not to be used where
     `overflow` is 1 afterwards; everything else that is returned is right then too.
     """
-    e, c, make = problem.e, problem.c, launch if tape is None else tape.launch
+    e, c = problem.e, problem.c
     (n, d), v, device = e.shape, c.shape[0], e.device
     config = configs.config_of(device)
     aligned, store = configs.describable(e) and configs.describable(c), panel is not None
-    counted = rows is None
-    once = counted or configs.is_small(n, v, d, device)
+    by_count = rows is None
+    once = by_count or configs.is_small(n, v, d, device)
     # Without a softcap the sum of all logits is one product of vectors per row.
     linear = want_smooth and not once and problem.softcap is None
     online = want_entropy or want_prediction or want_smooth and not linear
@@ -238,18 +238,19 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
 
     def run_specialised():
         if relative:
-            make(
+            launch(
                 hopper.fold_kernel, programs, device, *hopper.operands(e, c, panel),
                 *hopper.present(m, bias, problem.targets, count, m, nll, part_m, part_s, overflow),
                 n, v, d, splits.every, splits.narrow, most, *scalars,
-                BM=dense_tile.BM, GROUP=configs.GROUP, DENSE=dense, COUNTED=counted, **flags, STORE=store,
+                BM=dense_tile.BM, GROUP=configs.GROUP, DENSE=dense, COUNTED=by_count, **flags, STORE=store, tape=tape,
             )  # fmt: skip
         else:
             parts = (part_m, part_s, part_weighted, part_pz, part_argmax)
-            make(
+            launch(
                 hopper.online_kernel, programs, device, *hopper.operands(e, c, None)[:2],
                 *hopper.present(m, bias, problem.weight, problem.targets, count, nll, *parts),
                 n, v, d, splits.every, splits.narrow, *scalars, GROUP=configs.GROUP, DENSE=dense, **flags, **wants,
+                tape=tape,
             )  # fmt: skip
 
     def run(listed=False, relative=False, retry=False):
@@ -259,19 +260,19 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         panel_operand, panel_descriptor = None, False
         if store and relative:
             panel_operand, panel_descriptor = configs.operand(panel, tile.BM, tile.BN, config)
-        make(
-            fold_kernel, row_blocks * number * (ROOM.value if counted else 1), device,
+        launch(
+            fold_kernel, row_blocks * number * (ROOM.value if by_count else 1), device,
             e_operand, c_operand, bias, problem.weight, problem.targets, rows, count,
             m if relative else None, nll, part_m, part_s, part_weighted, part_pz, part_argmax,
             panel_operand, overflow,
             n, v, d, number, narrow, most, programs, min(v, panel.shape[1]) if store else 0, *scalars,
             e.stride(0), c.stride(0), panel.stride(0) if store else 0,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, SPAN=dense_tile.BN, GROUP=configs.GROUP,
-            DENSE=dense, LISTED=listed, COUNTED=counted,
+            DENSE=dense, LISTED=listed, COUNTED=by_count,
             E_DESCRIPTOR=from_descriptor, C_DESCRIPTOR=c_descriptor, EVEN_D=d % tile.BK == 0,
             PRECISION=configs.precision_of(e.dtype), FLATTEN=from_descriptor and c_descriptor,
             RELATIVE=relative, RETRY=retry, STORE=store and relative, PANEL_DESCRIPTOR=panel_descriptor,
-            **flags, **wants, num_warps=tile.warps, num_stages=tile.stages,
+            **flags, **wants, num_warps=tile.warps, num_stages=tile.stages, tape=tape,
         )  # fmt: skip
 
     if specialised:
@@ -282,14 +283,14 @@ def fold(problem, rows, count, want_smooth, want_entropy, want_prediction, panel
         run(retry=True)
     if not once:
         run(listed=True)
-    make(
+    launch(
         merge_kernel, cdiv(n, 128), device,
         problem.targets, part_m, part_s, part_weighted, part_pz, part_argmax,
         problem.weight.float().sum() if weighted else None,
         nll, lse, smooth, entropy, prediction, m, s, count,
         n, v, *splits, programs, problem.ignore_index,
-        **wants | dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth), LINEAR=linear, DENSE=dense, COUNTED=counted,
-        BM=tile.BM, BLOCK=128,
+        **wants | dict(HAS_WEIGHT=weighted, WANT_SMOOTH=want_smooth), LINEAR=linear, DENSE=dense, COUNTED=by_count,
+        BM=tile.BM, BLOCK=128, tape=tape,
     )  # fmt: skip
     return Fold(nll, lse, smooth, entropy, prediction, m, s, rows, count, panel, overflow)
 

@@ -17,10 +17,11 @@ def cdiv(a, b):
     return -(-a // b)
 
 
-def launch(kernel, programs, device, *args, compiled=None, num_warps=4, num_stages=1, **constants):
+def launch(kernel, programs, device, *args, compiled=None, tape=None, num_warps=4, num_stages=1, **constants):
     """Run `kernel` with its run-time arguments, then its compile-time ones in the order of its signature.
 
-    Returns what was run, to be passed as `compiled` where only unspecialised arguments have changed since.
+    Returns what was run, to be passed as `compiled` where only unspecialised arguments have changed since. A list
+    `tape` gets a function that runs it again on the same tensors, without a look at them.
     """
     name = kernel.__name__
     launches[name] += 1
@@ -33,23 +34,10 @@ def launch(kernel, programs, device, *args, compiled=None, num_warps=4, num_stag
             compiled = _compiled[key] = kernel[(programs,)](*args, **constants, **options)
         else:
             compiled[(programs, 1, 1)](*args, *constants.values())
+    if tape is not None:
+        options = dict(compiled=compiled, num_warps=num_warps, num_stages=num_stages)
+        tape.append(partial(launch, kernel, programs, device, *args, **options, **constants))
     return compiled
-
-
-class Tape:
-    """Launches that can be made again on the same tensors, without a look at what they were given."""
-
-    def __init__(self):
-        self.made = []
-
-    def launch(self, *args, **options):
-        compiled = launch(*args, **options)
-        self.made.append(partial(launch, *args, **options | {"compiled": compiled}))
-        return compiled
-
-    def again(self):
-        for made in self.made:
-            made()
 
 
 def _on(device):
