@@ -278,7 +278,7 @@ FAULTS = {
         FOLD, [("b_stored = b_p * (1.0 - b_x * b_x)", "b_stored = b_p * 1.0")], swept
     ),
     "dC of the last block alone": Fault(
-        SINGLE_PASS, [("self.total[a:b], first)", "self.total[a:b], True)")], swept_in_blocks
+        SINGLE_PASS, [("self.total[a:b], first=i0 == 0)", "self.total[a:b], first=True)")], swept_in_blocks
     ),
     "columns next to those of frequent ids": Fault(
         SINGLE_PASS, [("index_select(1, self.ids)", "index_select(1, self.ids ^ 1)")], swept_in_rounded_blocks

@@ -250,7 +250,7 @@ def _block_parts(s: _Sizes, block, chunk, fp32_rows):
         sums = max(40 * s.v, sums + max(s.itemsize * fp32_rows * block, 48 * s.n)) + s.v + 4 * s.n
     parts["forward:fp32 rows of dC"] = sums
     if s.need_dbias:
-        partial = min(math.ceil(4 * PROCESSORS / max(math.ceil(s.v / 128), 1)), math.ceil(block / 64)) if s.gpu else 1
+        partial = min(math.ceil(4 * PROCESSORS / max(math.ceil(s.v / 128), 1)), math.ceil(block / 32)) if s.gpu else 1
         parts["forward:fp32 dbias"] = 4 * s.v * (partial + (partial > 1) + (s.n > block))
     return {name: size for name, size in parts.items() if size}
 

@@ -49,7 +49,7 @@ def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
     smoothing = None if coefficients.smooth is None else _Smoothing(backend, problem, coefficients.smooth)
     # dE after dC: its fp32 rows take the place of the scaled rows of e.
-    sums = [] if dc is None else [_SumDC(backend, problem, dc, plan, rows, smoothing)]
+    sums = [] if dc is None else [_sum_dc(backend, problem, dc, plan, rows, smoothing)]
     sums += [] if dbias is None else [_SumDBias(backend, dbias, smoothing)]
     sums += [] if de is None else [_SumDE(backend, problem, de, wide, rows, count, smoothing)]
     nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
@@ -125,44 +125,56 @@ class _SumDBias:
 
 
 class _SumDC:
-    """dC, a sum over blocks: of one block rounded once, of several in fp32, or in 16 bits and rounded after each.
+    """dC, a sum over blocks: of one block rounded once, of several in fp32."""
 
-    In 16 bits, the rows of the most frequent targets, which carry most of the gradient of a language model, are in fp32
-    all the same: they are summed a second time on their own. What the other targets add to their rows is added at the
-    end.
-    """
-
-    def __init__(self, backend, problem, dc, plan, rows, smoothing):
-        self.backend, self.problem, self.dc, self.rows, self.smoothing = backend, problem, dc, rows, smoothing
-        self.total, self.ids = dc, None
-        (v, d), new = dc.shape, functools.partial(torch.empty, dtype=torch.float32, device=dc.device)
-        if plan.fp32_rows == v:
-            self.total = new((v, d))
-        elif plan.fp32_rows:
-            self.ids = _frequent(problem, plan.fp32_rows)
-            self.is_frequent = torch.zeros(v, dtype=torch.int8, device=dc.device).index_fill_(0, self.ids, 1)
-            self.frequent, self.shares = new((len(self.ids), d)), new(len(rows)).zero_()
+    def __init__(self, backend, problem, dc, smoothing, total):
+        self.backend, self.problem, self.dc, self.smoothing, self.total = backend, problem, dc, smoothing, total
 
     def add(self, block, x, factors, i0):
-        scaled, first = block.e[: x.shape[0]], i0 == 0
-        if self.ids is not None:
-            self.backend.accumulate(x.index_select(1, self.ids).t(), scaled, self.frequent, first)
-            put_back = self.backend.take_targets(block, x, self.is_frequent, factors, self.shares[i0:])
         for a, b in recompute.aligned_pieces(0, self.dc.shape[0]):
-            self.backend.accumulate(x[:, a:b].t(), scaled, self.total[a:b], first)
-        if self.ids is not None:
-            put_back()
+            self.backend.accumulate(x[:, a:b].t(), block.e[: x.shape[0]], self.total[a:b], first=i0 == 0)
 
     def finish(self, live):
         if live == 0:
             self.dc.zero_()
-            return
-        if self.smoothing or self.total is not self.dc:
+        elif self.smoothing or self.total is not self.dc:
             self.backend.write_rows(self.total, self.dc, less=self.smoothing and self.smoothing.of_classes())
-        if self.ids is not None:
+
+
+class _RoundedSumDC(_SumDC):
+    """The same in 16 bits, rounded after each block.
+
+    The rows of the most frequent targets, which carry most of the gradient of a language model, are in fp32 all the
+    same: they are summed a second time on their own. What the other targets add to their rows is added at the end.
+    """
+
+    def __init__(self, backend, problem, dc, smoothing, rows, number):
+        super().__init__(backend, problem, dc, smoothing, dc)
+        self.rows, self.ids = rows, _frequent(problem, number)
+        self.is_frequent = torch.zeros(len(dc), dtype=torch.int8, device=dc.device).index_fill_(0, self.ids, 1)
+        new = functools.partial(torch.empty, dtype=torch.float32, device=dc.device)
+        self.frequent, self.shares = new((number, dc.shape[1])), new(len(rows)).zero_()
+
+    def add(self, block, x, factors, i0):
+        scaled, first = block.e[: x.shape[0]], i0 == 0
+        self.backend.accumulate(x.index_select(1, self.ids).t(), scaled, self.frequent, first)
+        put_back = self.backend.take_targets(block, x, self.is_frequent, factors, self.shares[i0:])
+        super().add(block, x, factors, i0)
+        put_back()
+
+    def finish(self, live):
+        super().finish(live)
+        if live:
             self.backend.add_targets(self.problem, self.rows, self.is_frequent, self.shares, self.dc)
             less = self.smoothing and self.smoothing.of_classes(self.ids)
             self.backend.write_rows(self.frequent, self.dc, at=self.ids, less=less)
+
+
+def _sum_dc(backend, problem, dc, plan, rows, smoothing):
+    """The sum that the plan asks for."""
+    if 0 < plan.fp32_rows < len(dc):
+        return _RoundedSumDC(backend, problem, dc, smoothing, rows, plan.fp32_rows)
+    return _SumDC(backend, problem, dc, smoothing, torch.empty_like(dc, dtype=torch.float32) if plan.fp32_rows else dc)
 
 
 class _Smoothing:

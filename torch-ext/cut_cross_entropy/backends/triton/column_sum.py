@@ -11,7 +11,7 @@ import triton.language as tl
 from . import configs
 from .launch import cdiv, launch
 
-ROWS, COLUMNS = 64, 128  # of a tile
+ROWS, COLUMNS = 32, 128  # of a tile
 PROGRAMS = 4  # per multiprocessor: enough loads in flight for the full bandwidth
 
 
@@ -27,15 +27,16 @@ def column_sum_kernel(
     blocks = tl.cdiv(columns, COLUMNS)
     part, parts = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     o_c = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    b_sum = tl.zeros([COLUMNS], dtype=tl.float32)
-    for i_r in range(part * ROWS, rows, parts * ROWS):
+    # Rows of a tile meet at the end alone, and the next tiles are on their way: what is left to wait for is memory.
+    b_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for i_r in tl.range(part * ROWS, rows, parts * ROWS, num_stages=3):
         o_r = i_r + tl.arange(0, ROWS)
         m_x = (o_r < rows)[:, None] & (o_c < columns)[None, :]
         b_x = tl.load(matrix + o_r.to(tl.int64)[:, None] * stride + o_c[None, :], mask=m_x, other=0.0).to(tl.float32)
         if HAS_WEIGHT:
             b_x *= tl.load(weight + o_r, mask=o_r < rows, other=0.0).to(tl.float32)[:, None]
-        b_sum += tl.sum(b_x, 0)
-    tl.store(out + part * columns + o_c, b_sum, mask=o_c < columns)
+        b_sum += b_x
+    tl.store(out + part * columns + o_c, tl.sum(b_sum, 0), mask=o_c < columns)
 
 
 def column_sum(matrix, weight=None):
