@@ -104,6 +104,13 @@ class Recorder:
         self.backend.add_targets(problem, rows.int(), frequent, vectors[1], torch.empty_like(problem.c))
         return self._by_name()
 
+    def added(self, row, rows, dtype):
+        """The same of what the products of so many tokens are added to, in their own dtype."""
+        self._begin(row, 0, True)
+        panel, e, out = (torch.zeros(shape, dtype=dtype) for shape in ((rows, 576), (rows, 136), (576, 136)))
+        self.backend.accumulate(panel.t(), e, out, first=False)
+        return self._by_name()
+
     def _gradients_of(self, problem):
         de = torch.empty_like(problem.e, memory_format=torch.contiguous_format)
         return self.problem.Gradients(de, torch.empty_like(problem.c), None)

@@ -229,6 +229,17 @@ def test_kernels_of_rounded_sums_fit(recorder, kernel, arch):
     check(launches[f"{kernel}_kernel"][0], arch)
 
 
+@pytest.mark.parametrize("rows", [128, 256, 384])
+def test_short_products_fit(recorder, rows):
+    (launch,) = recorder.added("sm90", rows, torch.bfloat16)["hopper_accumulate_kernel"]
+    check(launch, 90)
+    assert list(launch.constants) == launch.kernel.arg_names[len(launch.args) :]
+
+
+def test_longer_products_are_left_to_cublas(recorder):
+    assert not recorder.added("sm90", 385, torch.bfloat16)
+
+
 def test_a_spill_is_seen(recorder):
     launch = launch_of(recorder, Case(80, "fold", PLAIN))
     crowded = launch._replace(constants=launch.constants | {"num_warps": 2})

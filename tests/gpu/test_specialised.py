@@ -50,3 +50,31 @@ def test_either_kind_holds_the_contract(cce, monkeypatch, name, dtype, specialis
     hold(cce, s.e, s.c, s.targets, s.bias if options.pop("bias", False) else None, **options)
     launched = {kernel for kernel in launches if launches[kernel] > before.get(kernel, 0)}
     assert {kernel for kernel in launched if kernel.startswith("hopper")} == expected
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("v, d", [(1003, 72), (517, 328), (33003, 1024)])
+@pytest.mark.parametrize("rows", [1, 100, 128, 250, 384])
+def test_products_added_in_16_bits(cce, rows, v, d, dtype):
+    """Beside NaN, every element is its sum rounded once, and has the same bits every time."""
+    dtype, backend = DTYPES[dtype], cce.backends.triton_backend
+    rng = torch.Generator(DEVICE).manual_seed(rows + v)
+
+    def random(*shape):
+        return torch.randn(shape, generator=rng, device=DEVICE).to(dtype)
+
+    panel = torch.full((rows + 1, 64 * (v // 64 + 2)), torch.nan, dtype=dtype, device=DEVICE)[:rows]
+    panel[:, :v], e, before = random(rows, v), random(rows, d), random(v, d)
+    products, sums = panel[:, :v].t(), (before.clone(), before.clone())
+    launched = backend.launches["hopper_accumulate_kernel"]
+    for out in sums:
+        backend.accumulate(products, e, out, first=False)
+    hopper = backend.configs.specialised(panel, e, before)
+    assert backend.launches["hopper_accumulate_kernel"] - launched == 2 * hopper
+    exact = before.double() + products.double() @ e.double()
+    terms = before.double().abs() + products.double().abs() @ e.double().abs()
+    info = torch.finfo(dtype)
+    bound = 0.5 * info.eps * (exact.abs() + info.tiny) + 2.0**-20 * terms
+    assert ((sums[0].double() - exact).abs() <= bound).all()
+    assert torch.equal(*sums)

@@ -1,8 +1,12 @@
-"""The contractions of a panel, by cuBLAS: GEMMs over aligned extents with fp32 accumulators; and its column sums."""
+"""The contractions of a panel: GEMMs over aligned extents with fp32 accumulators, by cuBLAS, or of few tokens by a
+kernel of specialised warps; and its column sums.
+"""
 
 import torch
 
+from . import configs, hopper
 from .column_sum import column_sum
+from .launch import cdiv, launch
 
 
 def _product(a, b, out):
@@ -32,8 +36,22 @@ def accumulate(a, b, accumulator, first):
     if first:
         _product(a, b, accumulator)
     elif accumulator.dtype == a.dtype:
-        accumulator.addmm_(a, b)
+        if not _add_short(a.t(), b, accumulator):
+            accumulator.addmm_(a, b)
     elif a.is_cuda:
         torch.addmm(accumulator, a, b, out_dtype=torch.float32, out=accumulator)
     else:
         accumulator.addmm_(a.float(), b.float())
+
+
+def _add_short(panel, e, out):
+    """out += panel.T @ e where that is of few rows and of a device and layout that have a kernel for it; or False."""
+    rows, (v, d) = panel.shape[0], out.shape
+    if panel.stride(1) != 1 or not configs.specialised(panel, e, out) or rows > hopper.MOST_ROWS:
+        return False
+    # Multiples of 128 rows, of which those past the end are read as zeros, so that there are few kernels to compile.
+    launch(
+        hopper.accumulate_kernel, configs.processors_of(out.device), out.device,
+        *hopper.accumulate_operands(panel, e, out), v, d, STEPS=2 * cdiv(rows, 128),
+    )  # fmt: skip
+    return True

@@ -51,15 +51,16 @@ def _shared_layout(rows, columns, dtype):
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
-def _descriptor(t, rows, columns):
+def operand(t, rows, columns):
+    """A descriptor of [rows, columns] blocks."""
     layout = _shared_layout(rows, columns, t.dtype)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns], layout)
 
 
 def operands(e, c, panel):
     """Descriptors of the blocks in which e and c are loaded and a panel, if there is one, is stored."""
-    panel = None if panel is None else _descriptor(panel, ROWS.value, QUARTER.value)
-    return _descriptor(e, ROWS.value, TILE.BK), _descriptor(c, TILE.BN, TILE.BK), panel
+    panel = None if panel is None else operand(panel, ROWS.value, QUARTER.value)
+    return operand(e, ROWS.value, TILE.BK), operand(c, TILE.BN, TILE.BK), panel
 
 
 def fold_tile(n, plain):
@@ -77,13 +78,17 @@ def new_ring(e, c, WARPGROUPS: gl.constexpr):
     """(buffers of e, of c, full, empty)"""
     ring_e = gl.allocate_shared_memory(e.dtype, [STAGES * WARPGROUPS, ROWS, BK], e.layout)
     ring_c = gl.allocate_shared_memory(c.dtype, [STAGES, BN, BK], c.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    full, empty = new_barriers(STAGES, 1), new_barriers(STAGES, WARPGROUPS)
     hopper.fence_async_shared()
     return ring_e, ring_c, full, empty
+
+
+@gluon.jit
+def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
 
 
 @gluon.jit
@@ -119,8 +124,8 @@ def multiply(ring, D, step, WARPGROUP: gl.constexpr):
     dot = hopper.warpgroup_mma_wait(0, deps=(dot,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
     left, right = _halves(dot)
-    q0, q1 = _pieces(left, QUARTER_LAYOUT)
-    q2, q3 = _pieces(right, QUARTER_LAYOUT)
+    q0, q1 = split_columns(left, QUARTER_LAYOUT)
+    q2, q3 = split_columns(right, QUARTER_LAYOUT)
     return (q0, q1, q2, q3), step
 
 
@@ -145,10 +150,10 @@ def multiply_tall(ring, D, step, WARPGROUP: gl.constexpr):
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
     q0, q1 = _halves(left)
     q2, q3 = _halves(right)
-    e0, e1 = _pieces(q0, EIGHTH_LAYOUT)
-    e2, e3 = _pieces(q1, EIGHTH_LAYOUT)
-    e4, e5 = _pieces(q2, EIGHTH_LAYOUT)
-    e6, e7 = _pieces(q3, EIGHTH_LAYOUT)
+    e0, e1 = split_columns(q0, EIGHTH_LAYOUT)
+    e2, e3 = split_columns(q1, EIGHTH_LAYOUT)
+    e4, e5 = split_columns(q2, EIGHTH_LAYOUT)
+    e6, e7 = split_columns(q3, EIGHTH_LAYOUT)
     return (e0, e1, e2, e3, e4, e5, e6, e7), step
 
 
@@ -158,8 +163,8 @@ def _halves(x):
 
 
 @gluon.jit
-def _pieces(x, layout: gl.constexpr):
-    """The halves of x. Their elements are in their registers already."""
+def split_columns(x, layout: gl.constexpr):
+    """The left and the right half of x. Their elements are in their registers already."""
     left, right = _halves(x)
     left = gl.convert_layout(left, layout, assert_trivial=True)
     return left, gl.convert_layout(right, layout, assert_trivial=True)
