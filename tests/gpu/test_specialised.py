@@ -42,6 +42,8 @@ def test_either_kind_holds_the_contract(cce, monkeypatch, name, dtype, specialis
             monkeypatch.setattr(configs, "specialised", lambda *operands: False)
         elif configs.GLUON and torch.cuda.get_device_capability() == (9, 0):
             expected = {"hopper_fold_kernel", "hopper_dlogits_kernel"}
+            if name == "single_pass-narrow-ignored":  # its last block of tokens is short
+                expected.add("hopper_accumulate_kernel")
             sizes = {"block_n": 256, "processors": configs.processors_of(torch.device(DEVICE))}
             narrow = [cce.splits.forward_splits(n, v, 328, block_m=rows, **sizes).narrow for rows in (128, 192)]
             assert any(narrow) == ("narrow" in name)
