@@ -121,6 +121,28 @@ def plans(parts: Parts) -> str:
     return table(["shape", "budget", "MiB planned / measured", "ms planned / measured", "plan"], lines)
 
 
+def quicker(parts: Parts) -> str:
+    """Exact peers that took less time than this kernel in as much memory, or where it was not timed in as little.
+
+    By the ratio to the bare GEMMs of their own rounds, or by milliseconds: the clock may change from entry to entry.
+    """
+
+    def figures(row: dict) -> list[str]:
+        return [f"{over_floor(row):.2f}", f"{milliseconds(row, 'step'):.1f}", f"{mib(row):,.0f}"]
+
+    lines = []
+    for point, part in parts.items():
+        rows = {name: row for name, row in part["entries"].items() if ran(row)}
+        for peer in (rows[name] for name in rows if name in PEERS and rows[name]["exact"]):
+            ours = [row for name, row in rows.items() if name not in PEERS and mib(row) <= mib(peer)]
+            best = min(ours, key=over_floor, default=None)
+            if best is None:
+                lines.append([point, name_of(peer), *figures(peer), "not timed", "", ""])
+            elif any(measure(peer) < measure(best) for measure in (over_floor, partial(milliseconds, step="step"))):
+                lines.append([point, name_of(peer), *figures(peer), *figures(best)])
+    return table(["point", "peer", "over GEMMs", "ms", "MiB", "here: over GEMMs", "ms", "MiB"], lines)
+
+
 def failures(parts: Parts) -> str:
     """Which peer failed where, in its own words."""
     told: dict[tuple[str, str], list[str]] = {}
@@ -154,7 +176,7 @@ def sweep(group: str, parts: Parts) -> str:
 
 TABLES = {
     "environment": lambda parts: environment(next(iter(parts.values()))),
-    **{function.__name__: function for function in (shapes, floors, plans, errors, failures)},
+    **{function.__name__: function for function in (shapes, floors, plans, errors, quicker, failures)},
     **{group: partial(sweep, group) for group in SWEEPS},
 }
 

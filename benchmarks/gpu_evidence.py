@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=fuzz.EXAMPLES, help="calls that fuzz draws")
     parser.add_argument("--fuzz-workers", type=int, default=fuzz.WORKERS, help="processes of fuzz side by side")
     parser.add_argument("--reference", help="where fuzz computes float64: cuda or cpu (default: the device)")
-    parser.add_argument("--only", help="pytest's -k: tests to run anew, the others stay")
+    parser.add_argument("--only", help="pytest's -k: for a closer look, not for evidence")
     parser.add_argument("--groups", nargs="+", default=[], help="groups of bench to measure anew, the others stay")
     parser.add_argument("--device", default="cuda", help="cpu with --tiny tries the harness itself")
     parser.add_argument("--tiny", action="store_true")
@@ -110,9 +110,8 @@ def main() -> int:
     cce = kernel.load()
     evidence = Evidence(args.results, torch_ext_sha256())
     good = True
-    keep = {"correctness": args.only and "tests", "bench": args.groups and "rows"}
     for part in args.parts:
-        evidence.begin(part, keep=keep.get(part) or None, **environment(cce))
+        evidence.begin(part, keep="rows" if args.groups else None, **environment(cce))
         begun = time.monotonic()
         try:
             passed = PARTS[part](evidence, args)

@@ -63,6 +63,27 @@ def test_a_part_run_again_for_some_entries_keeps_the_others(record):
     assert list(record["vocabulary/32000"]["entries"]) == ["default", "broken", "torch_bf16"]
 
 
+def test_peers_that_are_quicker_are_shown():
+    """In as much memory, by the ratio or by milliseconds; and those of whose memory this kernel was not timed in."""
+
+    def row(label, step, mib, floor=1.0):
+        used = {"before": 0, "gradients": 0, "peak": mib << 20}
+        samples = {"step": [step], "z": [floor], "de": [floor], "dc": [floor]}
+        return {"label": label, "exact": True, "samples_ms": samples, "bytes": {"step": used}}
+
+    ours = {"lean": row("this, lean", 6.0, 20), "ample": row("this, ample", 3.0, 90)}
+    peers = {
+        "liger": row("Liger", 5.0, 25), "liger_8": row("Liger, 8", 5.0, 90), "fla": row("FLA", 2.9, 90, floor=0.9),
+        "quack": row("QuACK", 9.0, 10), "apple": row("Apple", 1.0, 1) | {"exact": False},
+    }  # fmt: skip
+    lines = figures.quicker({"wide": {"entries": ours | peers}}).splitlines()[2:]
+    assert lines == [
+        "| wide | Liger | 1.67 | 5.0 | 25 | 2.00 | 6.0 | 20 |",
+        "| wide | FLA | 1.07 | 2.9 | 90 | 1.00 | 3.0 | 90 |",
+        "| wide | QuACK | 3.00 | 9.0 | 10 | not timed |  |  |",
+    ]
+
+
 def test_messages_are_short_and_name_no_folders():
     text = message(RuntimeError("no /usr/lib/x86/libcuda.so.1, see https://pytorch.org/docs/a.html\n" + "x" * 400))
     assert (
