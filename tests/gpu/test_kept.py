@@ -15,6 +15,7 @@ OPTIONS = {
     "lse": {"return_lse": True, "upstream_lse": 1.0, "bias": True},
     "softcap": {"softcap": 30.0},
     "sum": {"reduction": "sum"},
+    "smooth": {"label_smoothing": 0.1, "bias": True},
 }
 
 

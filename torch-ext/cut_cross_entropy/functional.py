@@ -136,7 +136,8 @@ def linear_cross_entropy(
     }  # fmt: skip
     if flat.takes_single_pass(schedule, workspace, [option for option, on in unserved.items() if on]):
         return flat.single_pass(coefficients, mean, schedule, workspace)
-    nll, lse, smooth, _, _, count = flat.fold(want_smooth=label_smoothing > 0.0, workspace=workspace)
+    keep = not (label_smoothing and apart)
+    nll, lse, smooth, _, _, count = flat.fold(want_smooth=label_smoothing > 0.0, workspace=workspace, keep=keep)
     loss = coefficients.loss(nll, lse, smooth)
     if reduction == "none":
         loss = flat.unflatten(loss)
@@ -212,10 +213,10 @@ class _Flat:
     def valid(self):
         return self.targets != self.ignore_index
 
-    def fold(self, want_smooth=False, want_entropy=False, want_prediction=False, workspace=None):
+    def fold(self, want_smooth=False, want_entropy=False, want_prediction=False, workspace=None, keep=False):
         nll, lse, smooth, entropy, prediction, count = ops.run_fold(
             *self.tensors, self.weight if want_smooth else None, *self.options,
-            want_smooth, want_entropy, want_prediction, self.needs, workspace,
+            want_smooth, want_entropy, want_prediction, self.needs, workspace, keep=keep,
         )  # fmt: skip
         return nll, lse, smooth, entropy, prediction, count.squeeze(0)
 

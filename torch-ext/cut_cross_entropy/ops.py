@@ -5,7 +5,7 @@ arguments are never changed, and autocast is off in every body: functional.py ha
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Optional
 
 import torch
@@ -17,8 +17,19 @@ from .problem import Fold, Gradients, Problem
 from .schedules import recompute, single_pass
 
 
-def _no_autocast(device):
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+def _undisturbed(device):
+    """What the bodies below run in: autocast off, and the tensors' device the current one."""
+    contexts = []
+    if torch.is_autocast_enabled(device.type):
+        contexts.append(torch.autocast(device.type, enabled=False))
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        contexts.append(torch.cuda.device(device))
+    if not contexts:
+        return nullcontext()
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return stack.pop_all()
 
 
 def _row_major(t):
@@ -76,10 +87,10 @@ def _fold(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature
     """
     backend, wanted, kept = backend_of(e.device), (want_smooth, want_entropy, want_prediction), 0
     if workspace is not None:
-        kept = None if keep and any(needs) and not any(wanted) else 0
+        kept = None if keep and any(needs) else 0
         kept = recompute.planned(backend, e, vocab_size, needs, workspace, kept=kept).kept
     problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
-    with _no_autocast(e.device.type):
+    with _undisturbed(e.device):
         return recompute.forward(backend, problem, *wanted, keep=kept)
 
 
@@ -87,7 +98,7 @@ def _recompute_backward(e, c, targets, bias, weight, fold, upstream, options, ne
     """dE [N, D], dC [V, D], dbias [V], each in its input's dtype, or None."""
     problem = _problem(e, c, targets, bias, weight, *options)
     room, gradients = _new_gradients(e, c, bias, options[-1], needs)
-    with _no_autocast(e.device.type):
+    with _undisturbed(e.device):
         upstream = recompute.row_gradients(problem, *upstream)
         recompute.backward(backend_of(e.device), problem, fold, upstream, gradients, workspace)
     return room
@@ -203,13 +214,13 @@ fold.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Eager(torch.autograd.Function):
-    """The same without the dispatcher, whose checks cost more than a small step does. It may keep a panel."""
+    """The same without the dispatcher, whose checks cost more than a small step does. `keep` comes after the inputs."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        found = _fold(*inputs, keep=True)
+        found = _fold(*inputs)
         ctx.save_for_backward(*inputs[:5], *found)
-        ctx.options, ctx.workspace = inputs[5:10], inputs[-1]
+        ctx.options, ctx.workspace = inputs[5:10], inputs[-2]
         ctx.mark_non_differentiable(*(t for t in (found.prediction, found.count) if t is not None))
         ctx.set_materialize_grads(False)
         return found.nll, found.lse, found.smooth, found.entropy, found.prediction, found.count
@@ -233,7 +244,7 @@ def _single_pass(e, c, targets, bias, weight, weights, square, smooth, mean, ign
     """The scalar loss, and its dE [N, D], dC [V, D] and dbias [V], each in its input's dtype, or None."""
     problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
     room, gradients = _new_gradients(e, c, bias, vocab_size, needs)
-    with _no_autocast(e.device.type):
+    with _undisturbed(e.device):
         loss = single_pass.loss_and_gradients(
             backend_of(e.device), problem, weights, square, smooth, mean, gradients, workspace, schedule
         )
@@ -278,7 +289,8 @@ def scaled(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """upstream times each gradient in new tensors. e, c and bias only mark what these depend on."""
     gradients = de.clone(), dc.clone(), dbias.clone()
-    backend_of(e.device).scale(upstream, *gradients)
+    with _undisturbed(e.device):
+        backend_of(e.device).scale(upstream, *gradients)
     return gradients
 
 
@@ -323,7 +335,8 @@ class _EagerSinglePass(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = scaled(e, c, bias, *_filled(e, gradients, (e.dtype,) * 3), upstream)
         else:
-            backend_of(e.device).scale(upstream, *gradients)
+            with _undisturbed(e.device):
+                backend_of(e.device).scale(upstream, *gradients)
         return _of_inputs(ctx, gradients)
 
 
@@ -336,10 +349,10 @@ def eager(*tensors):
     return all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
 
 
-def run_fold(*inputs):
-    """nll, lse, smooth, entropy, prediction and count: of the eager form, or of `fold`."""
+def run_fold(*inputs, keep):
+    """nll, lse, smooth, entropy, prediction and count: of the eager form, which may `keep` a panel, or of `fold`."""
     if eager(*inputs[:5]):
-        return _Eager.apply(*inputs)
+        return _Eager.apply(*inputs, keep)
     nll, lse, smooth, entropy, prediction, _, _, _, count = fold(*inputs)
     return nll, lse, smooth, entropy, prediction, count
 

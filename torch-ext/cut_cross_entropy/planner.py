@@ -345,8 +345,8 @@ def plan(
             asked for by name, it may on any device take what it needs at least.
         kept: classes whose exponentials the forward of `recompute` leaves for the backward, which then need not rebuild
             their logits. By default as many as pay within a `workspace` that the call names, and none without one, with
-            float16 or plain torch operations. Give 0 for calls that cannot keep any: compiled ones, and those with
-            label smoothing, entropy or prediction.
+            float16 or plain torch operations. Give 0 for calls that cannot keep any: compiled ones, those with entropy
+            or prediction, and those with the label smoothing that ``single_pass`` does not serve.
         schedule: ``"auto"`` (the one of least predicted time within the budget; with plain torch operations
             `single_pass` where it fits), ``"recompute"`` or ``"single_pass"``.
         scalar: whether the call is one that ``single_pass`` can serve: a mean or sum of bfloat16 or float32

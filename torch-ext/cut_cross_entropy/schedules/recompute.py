@@ -12,6 +12,7 @@ import torch
 
 from ..planner import plan
 from ..problem import Gradients, RowGradients
+from .smoothing import Smoothing
 
 # Columns that a GEMM extent must be a multiple of to run at full speed.
 ALIGNED = 8
@@ -80,13 +81,21 @@ def backward(backend, problem, fold, upstream, gradients, workspace):
                 backend.accumulate(piece, problem.c[a:b], accumulator, first=a == 0)
 
     if kept:
+        smoothing = None
+        if upstream.smooth is not None:
+            smoothing = Smoothing(backend, problem, upstream.smooth.contiguous(), kept)
+            smoothing.add(e, 0, live)
         scaled = None if dc is None else torch.empty_like(e)
-        factors = backend.factors(replace(problem, e=e), fold, upstream, fold.kept, scaled)
+        multiples = upstream._replace(smooth=None)
+        factors = backend.factors(replace(problem, e=e), fold, multiples, fold.kept, scaled)
         contract(fold.kept, scaled, 0, kept, bias=None)
         if dbias is not None:
-            dbias[:kept].copy_(backend.column_sum(fold.kept[:, :kept], factors))
+            total = backend.column_sum(fold.kept[:, :kept], factors)
+            dbias[:kept].copy_(total - smoothing.of_bias() if smoothing else total)
+        if dc is not None and smoothing:
+            backend.write_rows(dc[:kept], dc[:kept], less=smoothing.of_classes())
         if de is not None:
-            backend.scale_rows(accumulator, factors)
+            backend.scale_rows(accumulator, factors, less=smoothing and smoothing.of_rows(0, live))
     if kept < v:
         # A panel that was kept in vain, since the fold ran over the list of valid rows, is as good as a new one.
         panel = backend.new_panel(problem.e, live, width) if kept or fold.kept is None else fold.kept[:live]

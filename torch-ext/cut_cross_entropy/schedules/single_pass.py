@@ -10,6 +10,7 @@ import torch
 
 from ..problem import Coefficients
 from . import recompute
+from .smoothing import Smoothing
 
 
 def planned(backend, e, v, needs, workspace, schedule):
@@ -47,7 +48,7 @@ def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
     n, (de, dc, dbias) = problem.e.shape[0], gradients
     panel = backend.new_panel(problem.e, plan.block, plan.panel)
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
-    smoothing = None if coefficients.smooth is None else _Smoothing(backend, problem, coefficients.smooth)
+    smoothing = None if coefficients.smooth is None else Smoothing(backend, problem, coefficients.smooth)
     # dE after dC: its fp32 rows take the place of the scaled rows of e.
     sums = [] if dc is None else [_sum_dc(backend, problem, dc, plan, rows, smoothing)]
     sums += [] if dbias is None else [_SumDBias(backend, dbias, smoothing)]
@@ -73,9 +74,11 @@ def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
         if lse is not None:
             lse[i0:i1] = lse_of[: i1 - i0]
         live = counting.wait() if i0 == 0 else live
-        valid = slice(min(i1, live) - i0)
-        for gradient in sums if live else ():
-            gradient.add(block, x[valid], factors[valid], i0)
+        if live:
+            valid = slice(min(i1, live) - i0)
+            of_block = (block, x[valid], factors[valid], i0)
+            for gradient in sums:
+                gradient.add(*of_block)
         i0 += plan.block
     for gradient in sums:
         gradient.finish(live)
@@ -120,7 +123,7 @@ class _SumDBias:
             self.dbias.zero_()
             return
         if self.smoothing:
-            self.total -= self.smoothing.weight * self.smoothing.smooth.sum()
+            self.total -= self.smoothing.of_bias()
         self.dbias.copy_(self.total)
 
 
@@ -175,37 +178,6 @@ def _sum_dc(backend, problem, dc, plan, rows, smoothing):
     if 0 < plan.fp32_rows < len(dc):
         return _RoundedSumDC(backend, problem, dc, smoothing, rows, plan.fp32_rows)
     return _SumDC(backend, problem, dc, smoothing, torch.empty_like(dc, dtype=torch.float32) if plan.fp32_rows else dc)
-
-
-class _Smoothing:
-    """What label smoothing adds to dz beside a multiple of p, - smooth_i * w_v: of rank one, so it never meets a panel.
-
-    With S = sum_v w_v c_v and T = sum_i smooth_i e_i, both [D], it is - smooth_i * S in dE and - w_v * T in dC.
-    """
-
-    def __init__(self, backend, problem, smooth):
-        self.column_sum, self.smooth, self.factor = backend.column_sum, smooth, problem.scale / problem.temperature
-        self.weight = problem.weight
-        if self.weight is None:
-            self.weight = smooth.new_ones(problem.c.shape[0])
-        self.weight = self.weight.float() * self.factor
-        self.classes = backend.column_sum(problem.c, problem.weight).mul_(self.factor)
-        self.tokens = torch.zeros_like(self.classes)
-
-    def add(self, e, i0, i1):
-        self.tokens += self.column_sum(e, self.smooth[i0:i1])
-
-    def of_rows(self, i0, i1):
-        return self.smooth[i0:i1], self.classes
-
-    def of_classes(self, ids=slice(None)):
-        return self.weight[ids], self.tokens
-
-    def value(self, problem, lse):
-        value = problem.total_weight * (self.smooth * lse).sum() - (self.tokens * self.classes).sum()
-        if problem.bias is None:
-            return value
-        return value - (self.weight * problem.bias.float()).sum() * self.smooth.sum()
 
 
 def _frequent(problem, k):

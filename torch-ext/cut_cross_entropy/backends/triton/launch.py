@@ -1,7 +1,6 @@
-"""Launching a kernel: on the device of its tensors, on that device's current stream, and counted."""
+"""Launching a kernel on the current stream, and counting it. The device of its tensors is the current one."""
 
 from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -24,25 +23,24 @@ def launch(kernel, programs, device, *args, compiled=None, tape=None, num_warps=
     `tape` gets a function that runs it again on the same tensors, without a look at them.
     """
     name = kernel.__name__
-    launches[name] += 1
-    with _on(device):
-        if compiled is None:
-            key = _key(args, name, device.index, num_warps, num_stages, *constants.values())
-            compiled = _compiled.get(key)
-        if compiled is None:
-            options = dict(num_warps=num_warps, num_stages=num_stages)
-            compiled = _compiled[key] = kernel[(programs,)](*args, **constants, **options)
-        else:
-            compiled[(programs, 1, 1)](*args, *constants.values())
+    if compiled is None:
+        key = _key(args, name, device.index, num_warps, num_stages, *constants.values())
+        compiled = _compiled.get(key)
+    if compiled is None:
+        launches[name] += 1
+        options = dict(num_warps=num_warps, num_stages=num_stages)
+        # The interpreter compiles nothing.
+        compiled = _compiled[key] = kernel[(programs,)](*args, **constants, **options) or kernel
+    else:
+        _run(name, compiled, programs, (*args, *constants.values()))
     if tape is not None:
-        options = dict(compiled=compiled, num_warps=num_warps, num_stages=num_stages)
-        tape.append(partial(launch, kernel, programs, device, *args, **options, **constants))
+        tape.append(partial(_run, name, compiled, programs, (*args, *constants.values())))
     return compiled
 
 
-def _on(device):
-    current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return nullcontext() if current else torch.cuda.device(device)
+def _run(name, compiled, programs, args):
+    launches[name] += 1
+    compiled[(programs, 1, 1)](*args)
 
 
 def _key(args, *rest):

@@ -153,9 +153,9 @@ def write_rows(total, out, at=None, less=None):
     _expand(total.shape[0], total, out, at, less=less)
 
 
-def scale_rows(rows, factors):
-    """rows[i] *= factors[i], of contiguous rows."""
-    _expand(rows.shape[0], rows, rows, factors=factors)
+def scale_rows(rows, factors, less=None):
+    """rows[i] = rows[i] * factors[i] - less[0][i] * less[1], of contiguous rows."""
+    _expand(rows.shape[0], rows, rows, factors=factors, less=less)
 
 
 def _expand(n, accumulator, out, rows=None, count=None, *, unit=None, factors=None, less=None, first=0):
