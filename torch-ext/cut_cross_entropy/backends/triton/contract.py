@@ -35,23 +35,21 @@ def accumulate(a, b, accumulator, first):
     """accumulator (+)= a @ b: in fp32 throughout, rounded on the way out where the accumulator has 16 bits."""
     if first:
         _product(a, b, accumulator)
+    elif _is_short(a.t(), b, accumulator):
+        # Multiples of 128 rows, so that there are few kernels to compile: those past the end are read as zeros.
+        device, steps = accumulator.device, 2 * cdiv(b.shape[0], 128)
+        operands = hopper.accumulate_operands(a.t(), b, accumulator)
+        programs = configs.processors_of(device)
+        launch(hopper.accumulate_kernel, programs, device, *operands, *accumulator.shape, STEPS=steps)
     elif accumulator.dtype == a.dtype:
-        if not _add_short(a.t(), b, accumulator):
-            accumulator.addmm_(a, b)
+        accumulator.addmm_(a, b)
     elif a.is_cuda:
         torch.addmm(accumulator, a, b, out_dtype=torch.float32, out=accumulator)
     else:
         accumulator.addmm_(a.float(), b.float())
 
 
-def _add_short(panel, e, out):
-    """out += panel.T @ e where that is of few rows and of a device and layout that have a kernel for it; or False."""
-    rows, (v, d) = panel.shape[0], out.shape
-    if panel.stride(1) != 1 or not configs.specialised(panel, e, out) or rows > hopper.MOST_ROWS:
-        return False
-    # Multiples of 128 rows, of which those past the end are read as zeros, so that there are few kernels to compile.
-    launch(
-        hopper.accumulate_kernel, configs.processors_of(out.device), out.device,
-        *hopper.accumulate_operands(panel, e, out), v, d, STEPS=2 * cdiv(rows, 128),
-    )  # fmt: skip
-    return True
+def _is_short(panel, e, out):
+    """Whether out += panel.T @ e, in 16 bits, is of so few rows, and of a device and layout, that a kernel does it."""
+    alike = panel.dtype == out.dtype and panel.stride(1) == 1
+    return alike and configs.specialised(panel, e, out) and e.shape[0] <= hopper.MOST_ROWS
