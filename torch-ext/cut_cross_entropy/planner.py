@@ -245,9 +245,9 @@ def _block_parts(s: _Sizes, block, chunk, fp32_rows):
         parts["forward:rows in their own dtype"] = s.itemsize * block * s.d
     sums = 4 * fp32_rows * s.d
     if 0 < fp32_rows < s.v:
-        # Sorting counts comes before the sums, sorting targets after the last columns are gathered; then a flag a class
-        # and a share a token.
-        sums = max(40 * s.v, sums + max(s.itemsize * fp32_rows * block, 48 * s.n)) + s.v + 4 * s.n
+        # Sorting targets comes after the last columns are gathered; then a flag a class and a share a token. Counts are
+        # sorted before there is a panel, in fewer bytes than that.
+        sums += max(s.itemsize * fp32_rows * block, 48 * s.n) + s.v + 4 * s.n
     parts["forward:fp32 rows of dC"] = sums
     if s.need_dbias:
         partial = min(math.ceil(4 * PROCESSORS / max(math.ceil(s.v / 128), 1)), math.ceil(block / 32)) if s.gpu else 1

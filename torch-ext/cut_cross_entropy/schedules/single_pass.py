@@ -46,11 +46,12 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
 def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
     """Block by block of the rows listed: its panel, and what it adds to the loss and to each gradient."""
     n, (de, dc, dbias) = problem.e.shape[0], gradients
+    smoothing = None if coefficients.smooth is None else Smoothing(backend, problem, coefficients.smooth)
+    # Before there is a panel: sorting the counts of all classes takes a part of its bytes.
+    sums = [] if dc is None else [_sum_dc(backend, problem, dc, plan, rows, smoothing)]
     panel = backend.new_panel(problem.e, plan.block, plan.panel)
     narrow, wide = backend.new_rows(problem.e, plan.block, plan.chunk)
-    smoothing = None if coefficients.smooth is None else Smoothing(backend, problem, coefficients.smooth)
     # dE after dC: its fp32 rows take the place of the scaled rows of e.
-    sums = [] if dc is None else [_sum_dc(backend, problem, dc, plan, rows, smoothing)]
     sums += [] if dbias is None else [_SumDBias(backend, dbias, smoothing)]
     sums += [] if de is None else [_SumDE(backend, problem, de, wide, rows, count, smoothing)]
     nll = torch.zeros(n, dtype=torch.float32, device=problem.e.device)
