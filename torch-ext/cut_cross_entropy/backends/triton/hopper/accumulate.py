@@ -104,7 +104,7 @@ def add_products(WARPGROUP: gl.constexpr, out, columns, rows, sums, place, STEPS
         mbarrier.arrive(empty_e.index((step + STAGES - 1) % STAGES))
         mbarrier.arrive(empty_c.index(STEPS - 1), pred=leaving)
         turn += leaving.to(gl.int32)
-        # By now the stores of the tile before have read their buffers.
+        # The stores of the tile before have had this tile's products to read their buffers in.
         tma.store_wait(0)
         for h in gl.static_range(2):
             mbarrier.arrive(empty.index((use + 1) % SETS * 4 + WARPGROUP * 2 + h), pred=use > 0)
@@ -137,7 +137,7 @@ def hopper_accumulate_kernel(panel, e, out, V, D, STEPS: gl.constexpr):
         new_barriers(4 * SETS, 1), new_barriers(4 * SETS, 1),
     )  # fmt: skip
     hopper.fence_async_shared()
-    # Each program has as many tiles, in a row, but one; along D first.
+    # A range of tiles for each program, along D first; ranges differ by one tile at most.
     across = gl.cdiv(D, COLUMNS)
     tiles = (gl.cdiv(V, CLASSES) * across).to(gl.int64)
     i, programs = gl.program_id(0), gl.num_programs(0)
