@@ -37,23 +37,30 @@ DEFAULT_PANEL = 4096
 # Of the torch backend, a tile of logits: 2 MiB in fp32, for the cache of a CPU. Blocks of more tokens than CPU_BLOCK
 # gain nothing there.
 TILE_ROWS, TILE_COLUMNS, CPU_BLOCK = 512, 1024, 512
-# Tokens of a block are a multiple of this, and no fewer: the tallest tile of the kernels.
-BLOCK_STEP = 128
+# Rows of the tile of the fold that writes a panel, and the least tokens of a block.
+FOLD_ROWS = 128
 # Of an H200: dense 16-bit and IEEE fp32 products, operations a second; sums that products add to, bytes a second (part
 # of that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens, keeping
 # exponentials for the backward.
 TENSOR_RATE, FP32_RATE, SUM_RATE, PROCESSORS = 700e12, 40e12, 6e12, 132
 CALL, PANEL, BLOCK, KEEPING = 1e-4, 7e-5, 1e-4, 4e-4
 # dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets: FREQUENT
-# of them for every FOR_BLOCKS blocks, since the more often a row is rounded, the fewer may be (docs/numerics.md). Of
-# more than MANY_BLOCKS all of it is kept in fp32.
+# of them, and beyond FOR_BLOCKS blocks more in proportion, since the more often a row is rounded, the fewer may be
+# (docs/numerics.md). Of more than MANY_BLOCKS all of it is kept in fp32.
 FREQUENT, FOR_BLOCKS, MANY_BLOCKS = 256, 32, 128
 # Tokens of a panel of all classes beyond which its products get slower, and how much.
 LARGE_PANEL, SLOWER = 16384, 1.05
-# Tiles of cuBLAS's products, and how much longer a product of them alone takes; or with its inner dimension divided.
-GEMM_TILES, DIVIDED = {(128, 256): 1.0, (128, 192): 1.04}, 1.02
+# Tiles of cuBLAS's products: their sides, how much longer a product of them alone takes, and the most parts that its
+# inner dimension is divided into, which takes longer too.
+GEMM_TILES = ((128, 256, 1.0, 8), (128, 320, 1.0, 8), (128, 192, 1.04, 8), (192, 192, 1.0, 1))
+DIVIDED = 1.02
 # Numbers of kept columns that are weighed, as shares of the vocabulary; bytes a second of a pass over memory.
 KEPT_SHARES, PASS_RATE = 16, 4e12
+
+
+def _up(size, step):
+    """The least multiple of `step` that is no less."""
+    return step * math.ceil(size / step)
 
 
 def _bytes(parts, stage):
@@ -139,7 +146,7 @@ class _Sizes:
         """Numbers of rows of dC that may be summed in fp32 over so many blocks."""
         if not self.need_dc or self.itemsize == 4 or blocks == 1:
             return [0]
-        frequent = FREQUENT * math.ceil(blocks / FOR_BLOCKS)
+        frequent = FREQUENT * max(blocks, FOR_BLOCKS) // FOR_BLOCKS
         return [frequent, self.v] if self.gpu and blocks <= MANY_BLOCKS and frequent < self.v else [self.v]
 
     def splits(self, n):
@@ -151,13 +158,13 @@ class _Sizes:
 def _panel_columns(v, widest):
     panels = math.ceil(v / min(widest, v))
     step = PANEL_STEP if panels > 1 else 64
-    width = step * math.ceil(math.ceil(v / panels) / step)
+    width = _up(math.ceil(v / panels), step)
     return width, math.ceil(v / width)
 
 
 def _default_budget(s: _Sizes, schedule):
     """Bytes that a schedule may take where the call does not say: on a GPU the same for both."""
-    panels = _panel_parts(s, min(DEFAULT_PANEL, 64 * math.ceil(s.v / 64)))
+    panels = _panel_parts(s, min(DEFAULT_PANEL, _up(s.v, 64)))
     budget = max(DEFAULT_WORKSPACE, s.itemsize * (s.n + s.v) * s.d, _peak(panels))
     if schedule == "single_pass" and not s.gpu:
         # A sixth of what materializing takes is not worth slower, shorter blocks.
@@ -174,7 +181,7 @@ def _panel_parts(s: _Sizes, width, kept=0):
         rows = s.n if kept else s.valid
         forward["split partials"] = s.splits(s.n)
         in_place = s.itemsize == 4 and not s.compacted
-        both["kept panel"] = s.itemsize * rows * 64 * math.ceil(kept / 64)
+        both["kept panel"] = s.itemsize * rows * _up(kept, 64)
         backward["dE accumulator"] = 4 * rows * s.d * (s.need_de and not in_place)
         backward["compacted e"] = s.itemsize * rows * s.d * (s.compacted and not s.need_de)
         backward["scaled rows of e"] = s.itemsize * rows * s.d * (kept > 0 and s.need_dc)
@@ -200,7 +207,7 @@ def _recompute(s: _Sizes, budget, kept):
     """The plan of the widest panels within the budget, or of the narrowest. Where `kept` is None, as many as pay."""
     if kept is None:
         shares = KEPT_SHARES if s.gpu and s.backward and not s.half else 0
-        choices = [min(s.v, PANEL_STEP * math.ceil(s.v * i / KEPT_SHARES / PANEL_STEP)) for i in range(shares + 1)]
+        choices = [min(s.v, _up(s.v * i / KEPT_SHARES, PANEL_STEP)) for i in range(shares + 1)]
         lean, *others = [_recompute(s, budget, kept) for kept in choices]
         # Whether there is room at all is a question of the leanest.
         fitting = [p for p in others if p.workspace <= budget and lean.workspace <= budget]
@@ -226,15 +233,14 @@ def _recompute(s: _Sizes, budget, kept):
 
 
 def _block_sizes(n):
-    """Tokens of a block that are weighed: powers of two and halfway between, of which cuBLAS's products are fastest."""
-    steps = [1, *(step << k for k in range(n.bit_length()) for step in (2, 3))]
-    return sorted({min(n, BLOCK_STEP * step) for step in steps})
+    """Tokens of a block that are weighed: four to an octave."""
+    return sorted({min(n, (FOLD_ROWS << octave) * step // 4) for octave in range(n.bit_length()) for step in (4, 5, 6, 7)})
 
 
 def _block_parts(s: _Sizes, block, chunk, fp32_rows):
     """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted a chunk at a time."""
     parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 64) * block}
-    parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * 64 * math.ceil(s.v / 64)
+    parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * _up(s.v, 64)
     # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
     parts["forward:rows of e, then of dE"] = 4 * chunk * s.d
     if s.gpu:
@@ -263,9 +269,11 @@ def _single_pass(s: _Sizes, budget):
             return abs(block - CPU_BLOCK)
         blocks, ids = math.ceil(s.n / block), fp32_rows if fp32_rows < s.v else 0
         # Columns of frequent ids are gathered, then contracted: twice the time of their product.
-        product = functools.partial(_product, s, s.n, panel=block)
-        time = product(epilogue=85)
-        time += product() * (s.need_de * _waves(chunk, s.d) + s.need_dc * (1 + 2 * ids / s.v))
+        product = functools.partial(_product, s, panel=block)
+        rest = s.n % block
+        folded = s.n // block * _up(block, FOLD_ROWS) + _up(rest, FOLD_ROWS)
+        time = product(folded, epilogue=85)
+        time += product(s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc * (1 + 2 * ids / s.v))
         return time + blocks * BLOCK + (blocks - 1) * s.v * s.d * s.need_dc * (4 if ids else 8) / SUM_RATE
 
     # The same candidates for every budget, so that a larger one is never slower.
@@ -277,7 +285,7 @@ def _single_pass(s: _Sizes, budget):
     fitting = [sizes for sizes in used if used[sizes] <= budget] or [min(used, key=used.get)]
     block, chunk, fp32_rows = min(fitting, key=lambda sizes: seconds(*sizes))
     flops = 2 * s.n * s.v * s.d * (1 + s.need_de + s.need_dc)
-    parts, width = MappingProxyType(_block_parts(s, block, chunk, fp32_rows)), 64 * math.ceil(s.v / 64)
+    parts, width = MappingProxyType(_block_parts(s, block, chunk, fp32_rows)), _up(s.v, 64)
     time = _milliseconds(s, seconds(block, chunk, fp32_rows))
     return Plan("single_pass", width, 1, block, math.ceil(s.n / block), chunk, fp32_rows, 0, parts, flops, time)
 
@@ -298,12 +306,12 @@ def _waves(rows, d):
     cuBLAS chooses among tile shapes, and divides the inner dimension (here the vocabulary) where tiles are few.
     """
     rows, d, found = max(rows, 1), max(d, 1), []
-    for tile, longer in GEMM_TILES.items():
-        for bm, bn in (tile, tile[::-1]):
+    for *sides, longer, most in GEMM_TILES:
+        for bm, bn in (sides, sides[::-1]):
             tiles = math.ceil(rows / bm) * math.ceil(d / bn)
-            for k in (1, 2, 3, 4):
-                if k == 1 or k * tiles <= 3 * PROCESSORS:
-                    area = math.ceil(k * tiles / PROCESSORS) * PROCESSORS * bm * bn
+            for k in (1, 2, 3, 4, 6, 8):
+                if k == 1 or (k <= most and k * tiles <= 3 * PROCESSORS):
+                    area = _up(k * tiles, PROCESSORS) * bm * bn
                     found.append(area / (k * rows * d) * longer * (DIVIDED if k > 1 else 1.0))
     return min(found)
 
