@@ -142,8 +142,8 @@ class _Sizes:
         columns = min(self.v, TILE_COLUMNS)
         return 4 * min(rows, TILE_ROWS) * columns, 4 * columns * self.d * (self.itemsize < 4)
 
-    def fp32_rows(self, blocks):
-        """Numbers of rows of dC that may be summed in fp32 over so many blocks."""
+    def fp32_row_choices(self, blocks):
+        """How many rows of dC may be summed in fp32 over so many blocks."""
         if not self.need_dc or self.itemsize == 4 or blocks == 1:
             return [0]
         frequent = FREQUENT * max(blocks, FOR_BLOCKS) // FOR_BLOCKS
@@ -169,7 +169,7 @@ def _default_budget(s: _Sizes, schedule):
     if schedule == "single_pass" and not s.gpu:
         # A sixth of what materializing takes is not worth slower, shorter blocks.
         block = min(s.n, CPU_BLOCK)
-        (fp32_rows,) = s.fp32_rows(math.ceil(s.n / block))
+        (fp32_rows,) = s.fp32_row_choices(math.ceil(s.n / block))
         budget = max(budget, min(_peak(_block_parts(s, block, block, fp32_rows)), 2 * s.n * s.v))
     return budget
 
@@ -280,7 +280,7 @@ def _single_pass(s: _Sizes, budget):
     used = {}
     for block in _block_sizes(s.n):
         for chunk in (block, (block + 1) // 2) if s.gpu and s.itemsize < 4 else (block,):
-            for fp32_rows in s.fp32_rows(math.ceil(s.n / block)):
+            for fp32_rows in s.fp32_row_choices(math.ceil(s.n / block)):
                 used[block, chunk, fp32_rows] = _peak(_block_parts(s, block, chunk, fp32_rows))
     fitting = [sizes for sizes in used if used[sizes] <= budget] or [min(used, key=used.get)]
     block, chunk, fp32_rows = min(fitting, key=lambda sizes: seconds(*sizes))
