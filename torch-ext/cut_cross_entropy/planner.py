@@ -234,7 +234,8 @@ def _recompute(s: _Sizes, budget, kept):
 
 def _block_sizes(n):
     """Tokens of a block that are weighed: four to an octave."""
-    return sorted({min(n, (FOLD_ROWS << octave) * step // 4) for octave in range(n.bit_length()) for step in (4, 5, 6, 7)})
+    octaves = [FOLD_ROWS << k for k in range(n.bit_length())]
+    return sorted({min(n, octave * step // 4) for octave in octaves for step in (4, 5, 6, 7)})
 
 
 def _block_parts(s: _Sizes, block, chunk, fp32_rows):
