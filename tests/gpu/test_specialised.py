@@ -24,7 +24,7 @@ OPTIONS = {
     "single_pass": SINGLE | {"bias": True},
     "single_pass-softcap": SINGLE | {"softcap": 30.0},
     "single_pass-ignored": SINGLE | {"ignored": 0.5},
-    "single_pass-narrow": SINGLE | {"shape": NARROW},
+    "single_pass-narrow": SINGLE | {"shape": NARROW, "workspace": 80 << 20},
     "single_pass-narrow-ignored": SINGLE | {"shape": NARROW, "ignored": 0.5, "short": True},
 }
 CALLS = [(name, "bf16") for name in OPTIONS] + [(name, "fp16") for name in OPTIONS if "single" not in name]
