@@ -1,9 +1,10 @@
 """The definition in float64, a block of rows at a time, so that it fits on the card at the shapes of the benchmarks.
 
 Derivatives are written out rather than left to autograd: with u = (e c^T + bias) * logit_scale,
-z = softcap * tanh(u / softcap), p = softmax(z) and row coefficients g (upstream of the loss) and h (of the lse),
+z = softcap * tanh(u / softcap), p = softmax(z), q = (1 - label_smoothing) onehot + label_smoothing / V and row
+coefficients g (upstream of the loss) and h (of the lse),
 
-    dz = (g + h) p - g onehot,   du = dz (1 - (z / softcap)^2) logit_scale,   dE = du c,   dC = du^T e,   dbias = sum du
+    dz = (g + h) p - g q,   du = dz (1 - (z / softcap)^2) logit_scale,   dE = du c,   dC = du^T e,   dbias = sum du
 
 Beside them stand the gradients of a kernel whose only errors are one rounding of the panel du and one of each
 contraction to the dtype of the inputs: the error that no kernel with a panel of that dtype avoids.
@@ -56,6 +57,7 @@ def truth(
     shift: bool = False,
     *,
     logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
     upstream: torch.Tensor | float = 1.0,  # of the loss: a number, or a value per token with reduction="none"
     upstream_lse: torch.Tensor | None = None,  # of the lse, per token
     gradients: bool = True,
@@ -105,12 +107,16 @@ def truth(
             z *= softcap
         z[:, v:] = -torch.inf
         lse[block] = torch.logsumexp(z, 1)
-        loss[block] = lse[block] - z.gather(1, y[:, None]).squeeze(1)
+        expected = z.gather(1, y[:, None]).squeeze(1)
+        if label_smoothing:  # otherwise a logit of -inf counts for nothing
+            expected = torch.lerp(expected, z[:, :v].mean(1), label_smoothing)
+        loss[block] = lse[block] - expected
         if not gradients:
             continue
         du = z.sub_(lse[block, None]).exp_()
         du *= (g + h)[block, None]
-        du[torch.arange(len(block), device=device), y] -= g[block]
+        du[:, :v] -= label_smoothing / v * g[block, None]
+        du[torch.arange(len(block), device=device), y] -= (1 - label_smoothing) * g[block]
         du *= slope
         out.de[block] = du @ c64
         out.dc += du.T @ e64

@@ -28,6 +28,8 @@ SUITES = {
     "cpu": Suite(("tests", *(f"--ignore=tests/{name}" for name in APART))),
     "interpreter": Suite(("tests/interpreter",), {"TRITON_INTERPRET": "1"}),
     "compile": Suite(("tests/compile",)),
+    # The code of the tests themselves, by the torch backend: before it costs time on a GPU.
+    "dry": Suite(("tests/gpu",), {"CCE_TEST_DEVICE": "cpu"}),
 }
 
 

@@ -8,7 +8,7 @@ from benchmarks.timing import captured
 
 from .contract import DEVICE, DTYPES, Result, check, hold, run, same_bits, size
 
-N, V, D = size((1500, 4001, 192), (300, 1401, 64))
+N, V, D = size((1500, 4001, 192), (510, 1401, 64))
 CAPPED = {"softcap": 20.0, "logit_scale": 1.3, "reduction": "sum"}
 SINGLE = {"schedule": "single_pass", "frozen": ("bias",)}
 
