@@ -233,7 +233,9 @@ def draw_shapes(parts: Parts, path: Path) -> None:
         measured = {name: row for name, row in rows.items() if ran(row) and mib(row) > 0}
         if not measured:
             continue
-        ours = sorted((mib(row), over_floor(row)) for name, row in measured.items() if name in OURS)
+        # A line through what the planner chose; `recompute` was asked for.
+        chosen = [row for name, row in measured.items() if name in OURS and name != "recompute"]
+        ours = sorted((mib(row), over_floor(row)) for row in chosen)
         panel.plot(*zip(*ours, strict=True), color=STYLES["this"][0], linewidth=1)
         for name, row in measured.items():
             panel.plot(mib(row), over_floor(row), linestyle="none", markersize=8 if name in OURS else 6, **style[name])
