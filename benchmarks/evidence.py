@@ -5,8 +5,7 @@
                                         "fuzz": {<environment>, examples, seeds, launches, failures},
                                         "bench": {<environment>, "rows": {name: {...}}}}}
 
-Parts of other sources are dropped, never merged. A part that is started again starts empty, unless it is told to keep
-what it does not measure anew.
+Parts of other sources are dropped, never merged. A part that is started again starts empty.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ class Evidence:
             if found.get("torch_ext_sha256") == sha256:
                 self.data = found
 
-    def begin(self, part: str, *, keep: str | None = None, **environment) -> None:
-        """Start a part, of which the entries of kind `keep` stay."""
-        entries = self.data["parts"].get(part, {}).get(keep)
-        self.data["parts"][part] = environment | ({keep: entries} if entries else {})
+    def begin(self, part: str, **environment) -> None:
+        self.data["parts"][part] = environment
         self.write()
 
     def add(self, part: str, kind: str, name: str, entry: dict) -> None:

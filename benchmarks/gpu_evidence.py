@@ -72,14 +72,10 @@ def fuzzed(evidence: Evidence, args) -> bool:
 def bench(evidence: Evidence, args) -> bool:
     from benchmarks.bench import GROUPS, run
 
-    unknown = set(args.groups) - set(GROUPS)
-    if unknown:
-        raise ValueError(f"--groups: got {', '.join(sorted(unknown))}, accepted are {', '.join(GROUPS)}")
-
     def record(name: str, row: dict) -> None:
         evidence.add("bench", "rows", name, row)
 
-    failed = run(kernel.load(), args.groups or GROUPS, record, device=args.device, tiny=args.tiny)
+    failed = run(kernel.load(), GROUPS, record, device=args.device, tiny=args.tiny)
     if failed:
         evidence.set("bench", failed=failed)
     findings = bars.judge(evidence.data["parts"]["bench"].get("rows", {}))
@@ -101,7 +97,6 @@ def main() -> int:
     parser.add_argument("--fuzz-workers", type=int, default=fuzz.WORKERS, help="processes of fuzz side by side")
     parser.add_argument("--reference", help="where fuzz computes float64: cuda or cpu (default: the device)")
     parser.add_argument("--only", help="pytest's -k: for a closer look, not for evidence")
-    parser.add_argument("--groups", nargs="+", default=[], help="groups of bench to measure anew, the others stay")
     parser.add_argument("--device", default="cuda", help="cpu with --tiny tries the harness itself")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -111,7 +106,7 @@ def main() -> int:
     evidence = Evidence(args.results, torch_ext_sha256())
     good = True
     for part in args.parts:
-        evidence.begin(part, keep="rows" if args.groups else None, **environment(cce))
+        evidence.begin(part, **environment(cce))
         begun = time.monotonic()
         try:
             passed = PARTS[part](evidence, args)
