@@ -115,7 +115,8 @@ def truth(
             continue
         du = z.sub_(lse[block, None]).exp_()
         du *= (g + h)[block, None]
-        du[:, :v] -= label_smoothing / v * g[block, None]
+        if label_smoothing:
+            du[:, :v] -= label_smoothing / v * g[block, None]
         du[torch.arange(len(block), device=device), y] -= (1 - label_smoothing) * g[block]
         du *= slope
         out.de[block] = du @ c64
