@@ -98,7 +98,7 @@ def test_frozen_sides(cce, frozen):
     assert set(got.tensors()) == {"loss"} | {f"d{x}" for x in ("e", "c", "bias") if x not in frozen}
 
 
-@pytest.mark.cuda_only  # without gradients the torch backend sums in another order
+@pytest.mark.cuda_only  # on a CPU `recompute`, which runs without gradients, sums in another order
 def test_no_grad_and_inference_mode(cce):
     e, c, targets, bias = random_inputs(N, V, D, ignored=0.1)
     want = run(cce.linear_cross_entropy, e, c, targets, bias).loss
