@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import kernel, states, truth  # noqa: E402
 from benchmarks.bars import FLOOR_8, MIB, floor_rate, judge, workspace_of  # noqa: E402
 from benchmarks.memory import release, step_memory  # noqa: E402
-from benchmarks.shapes import HOST, OPTIONS, SHAPES, SWEEP, Shape  # noqa: E402
+from benchmarks.shapes import HELD, HOST, OPTIONS, SHAPES, SWEEP, Shape  # noqa: E402
 from benchmarks.timing import (  # noqa: E402
     captured,
     device_operations,
@@ -202,18 +202,18 @@ class Bench:
 
     def error(self) -> None:
         """Both schedules, where it is enough in the shape's budget, and materialized bf16 against float64."""
-        for name in ("llama3-8b", "gemma2-2b"):
-            shape = self.sized(SHAPES[name])
+        for name, (shape, options) in HELD.items():
+            shape = self.sized(shape)
             s = self.inputs(shape)
             inputs = (s.e, s.c, s.targets)
-            exact = truth.truth(s.e.detach(), s.c.detach(), s.targets)
+            exact = truth.truth(s.e.detach(), s.c.detach(), s.targets, **options)
             row = self.describe(shape, workspace=shape.workspace)
             row["mean_loss"] = exact.reduced.item()
             losses = {}
             for schedule in ("recompute", "single_pass"):
-                call = partial(self.cce.linear_cross_entropy, *inputs, schedule=schedule)
+                call = partial(self.cce.linear_cross_entropy, *inputs, schedule=schedule, **options)
                 losses[schedule] = partial(call, workspace=self.budget_of(shape, schedule))
-            losses["materialized_bf16"] = partial(materialized, *inputs, fp32=False)
+            losses["materialized_bf16"] = partial(materialized, *inputs, fp32=False, **options)
             for key, function in losses.items():
                 loss = function()
                 de, dc = torch.autograd.grad(loss, (s.e, s.c))

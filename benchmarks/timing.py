@@ -93,10 +93,10 @@ def gemm_floors(e: torch.Tensor, c: torch.Tensor) -> dict[str, Callable[[], obje
     }
 
 
-def materialized(e, c, targets, *, fp32: bool = True) -> torch.Tensor:
+def materialized(e, c, targets, *, fp32: bool = True, **options) -> torch.Tensor:
     """The usual route: the logits in the dtype of the inputs, the softmax in fp32 (or on the 16-bit logits)."""
     logits = F.linear(e, c)
-    return F.cross_entropy(logits.float() if fp32 else logits, targets)
+    return F.cross_entropy(logits.float() if fp32 else logits, targets, **options)
 
 
 def training_step(loss: Callable[[], torch.Tensor], leaves) -> Callable[[], None]:

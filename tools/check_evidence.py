@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import bars  # noqa: E402
 from benchmarks.evidence import RESULTS  # noqa: E402
-from benchmarks.shapes import HOST, OPTIONS, SHAPES, SWEEP  # noqa: E402
+from benchmarks.shapes import HELD, HOST, OPTIONS, SHAPES, SWEEP  # noqa: E402
 from tools.source_hash import torch_ext_sha256  # noqa: E402
 
 PARTS = ("correctness", "sanitize", "fuzz", "bench")
@@ -31,7 +31,7 @@ LEAST_SAMPLES = 5
 LEAST_EXAMPLES = 20_000
 PART_SECONDS = 600
 SIZES = SHAPES | {"ignored": SHAPES["llama3-8b"], "options": OPTIONS, "host": HOST}
-SIZES |= {f"error/{name}": SHAPES[name] for name in ("llama3-8b", "gemma2-2b")}
+SIZES |= {f"error/{name}": shape for name, (shape, _) in HELD.items()}
 SIZES |= {f"sweep/{shape.n}": shape for shape in SWEEP}
 NO_BUDGET = ("ignored", "host")
 KERNELS = {

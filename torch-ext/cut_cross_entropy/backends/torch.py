@@ -7,6 +7,7 @@ Logits lie transposed, [columns, rows]: products write into a tile or a panel wi
 vocabulary add contiguous vectors. A tile stays in a CPU's cache from the product that writes it to the last pass.
 """
 
+import functools
 import math
 from dataclasses import replace
 
@@ -235,26 +236,30 @@ def dlogits(problem, e, fold, gradients, live, unit, panel):
     return write
 
 
-def contract_c(panel, e, dc, dbias, unit):
-    """dC[panel] = panel.T @ e and dbias[panel] = sum of its rows."""
+def contract_c(panel, e, dc, dbias, unit, row=None):
+    """dC[panel] = panel.T @ e, + row in each of its rows, and dbias[panel] = sum of its rows."""
     if dc is not None:
-        accumulate(panel.t(), e, dc, first=True)
+        accumulate(panel.t(), e, dc, first=True, row=row)
     if dbias is not None:
         dbias.copy_(panel.sum(0))
 
 
-def accumulate(a, b, accumulator, first):
-    """accumulator (+)= a @ b in fp32, a 16-bit b widened and a 16-bit accumulator rounded piece by piece."""
+def accumulate(a, b, accumulator, first, row=None):
+    """accumulator (+)= a @ b in fp32, a 16-bit b widened and a 16-bit accumulator rounded piece by piece.
+
+    With the first product a row may be added to each of its rows.
+    """
+    start = torch.mm if row is None else functools.partial(torch.addmm, row)
     if accumulator.dtype != torch.float32:
         for i0, i1 in _steps(0, a.shape[0], COLUMNS):
             if first:
-                accumulator[i0:i1] = torch.mm(a[i0:i1], b)
+                accumulator[i0:i1] = start(a[i0:i1], b)
             else:
                 accumulator[i0:i1] = torch.mm(a[i0:i1], b).add_(accumulator[i0:i1])
         return
     for k0, k1 in _steps(0, b.shape[0], b.shape[0] if b.dtype == torch.float32 else COLUMNS):
         if first and k0 == 0:
-            torch.mm(a[:, k0:k1], b[k0:k1].float(), out=accumulator)
+            start(a[:, k0:k1], b[k0:k1].float(), out=accumulator)
         else:
             accumulator.addmm_(a[:, k0:k1], b[k0:k1].float())
 

@@ -73,10 +73,10 @@ def backward(backend, problem, fold, upstream, gradients, workspace):
     if de is not None and (de.dtype != torch.float32 or e is not problem.e):
         accumulator = torch.empty((live, d), dtype=torch.float32, device=de.device)
 
-    def contract(panel, e, v0, v1, bias=dbias):
+    def contract(panel, e, v0, v1, bias=dbias, row=None):
         for a, b in aligned_pieces(v0, v1):
             piece = panel[:, a - v0 : b - v0]
-            backend.contract_c(piece, e, *Gradients(None, dc, bias).columns(a, b), unit)
+            backend.contract_c(piece, e, *Gradients(None, dc, bias).columns(a, b), unit, row)
             if de is not None:
                 backend.accumulate(piece, problem.c[a:b], accumulator, first=a == 0)
 
@@ -88,11 +88,12 @@ def backward(backend, problem, fold, upstream, gradients, workspace):
         scaled = None if dc is None else torch.empty_like(e)
         multiples = upstream._replace(smooth=None)
         factors = backend.factors(replace(problem, e=e), fold, multiples, fold.kept, scaled)
-        contract(fold.kept, scaled, 0, kept, bias=None)
+        row = smoothing and smoothing.of_every_class()
+        contract(fold.kept, scaled, 0, kept, bias=None, row=row)
         if dbias is not None:
             total = backend.column_sum(fold.kept[:, :kept], factors)
             dbias[:kept].copy_(total - smoothing.of_bias() if smoothing else total)
-        if dc is not None and smoothing:
+        if dc is not None and smoothing and row is None:
             backend.write_rows(dc[:kept], dc[:kept], less=smoothing.of_classes())
         if de is not None:
             backend.scale_rows(accumulator, factors, less=smoothing and smoothing.of_rows(0, live))

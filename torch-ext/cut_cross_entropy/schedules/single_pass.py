@@ -129,20 +129,31 @@ class _SumDBias:
 
 
 class _SumDC:
-    """dC, a sum over blocks: of one block rounded once, of several in fp32."""
+    """dC, a sum over blocks, in fp32."""
 
     def __init__(self, backend, problem, dc, smoothing, total):
         self.backend, self.problem, self.dc, self.smoothing, self.total = backend, problem, dc, smoothing, total
 
-    def add(self, block, x, factors, i0):
+    def add(self, block, x, factors, i0, row=None):
         for a, b in recompute.aligned_pieces(0, self.dc.shape[0]):
-            self.backend.accumulate(x[:, a:b].t(), block.e[: x.shape[0]], self.total[a:b], first=i0 == 0)
+            self.backend.accumulate(x[:, a:b].t(), block.e[: x.shape[0]], self.total[a:b], i0 == 0, row)
 
     def finish(self, live):
         if live == 0:
             self.dc.zero_()
         elif self.smoothing or self.total is not self.dc:
             self.backend.write_rows(self.total, self.dc, less=self.smoothing and self.smoothing.of_classes())
+
+
+class _DCOfOneBlock(_SumDC):
+    """The same of a single block: written once."""
+
+    def add(self, block, x, factors, i0):
+        super().add(block, x, factors, i0, self.smoothing and self.smoothing.of_every_class())
+
+    def finish(self, live):
+        if live == 0 or not (self.smoothing and self.smoothing.weighs_alike):
+            super().finish(live)
 
 
 class _RoundedSumDC(_SumDC):
@@ -176,6 +187,8 @@ class _RoundedSumDC(_SumDC):
 
 def _sum_dc(backend, problem, dc, plan, rows, smoothing):
     """The sum that the plan asks for."""
+    if plan.blocks == 1:
+        return _DCOfOneBlock(backend, problem, dc, smoothing, dc)
     if 0 < plan.fp32_rows < len(dc):
         return _RoundedSumDC(backend, problem, dc, smoothing, rows, plan.fp32_rows)
     return _SumDC(backend, problem, dc, smoothing, torch.empty_like(dc, dtype=torch.float32) if plan.fp32_rows else dc)

@@ -1,7 +1,8 @@
 """What label smoothing adds to dz beside a multiple of p, - smooth_i * w_v: of rank one, so it never meets a panel of
 exponentials.
 
-With S = sum_v w_v c_v and T = sum_i smooth_i e_i, both [D], it is - smooth_i * S in dE and - w_v * T in dC.
+With S = sum_v w_v c_v and T = sum_i smooth_i e_i, both [D], it is - smooth_i * S in dE and - w_v * T in dC: where all
+classes weigh the same, one row for all of dC, which joins a product before that is rounded.
 """
 
 
@@ -11,6 +12,7 @@ class Smoothing:
     def __init__(self, backend, problem, smooth, stop=None):
         self.column_sum, self.smooth, self.factor = backend.column_sum, smooth, problem.scale / problem.temperature
         c, weight = problem.c[:stop], None if problem.weight is None else problem.weight[:stop]
+        self.weighs_alike = weight is None
         self.weight = (smooth.new_ones(len(c)) if weight is None else weight.float()) * self.factor
         self.classes = self.column_sum(c, weight).mul_(self.factor)
         self.tokens = self.classes.new_zeros(len(self.classes))
@@ -23,6 +25,10 @@ class Smoothing:
 
     def of_classes(self, ids=slice(None)):
         return self.weight[ids], self.tokens
+
+    def of_every_class(self):
+        """- w * T, or None where classes weigh differently."""
+        return self.tokens * -self.factor if self.weighs_alike else None
 
     def of_bias(self):
         return self.weight * self.smooth.sum()

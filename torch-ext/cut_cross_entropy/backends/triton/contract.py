@@ -9,8 +9,13 @@ from .column_sum import column_sum
 from .launch import cdiv, launch
 
 
-def _product(a, b, out):
-    """out = a @ b in fp32 from 16-bit operands. A CPU (the interpreter) has no such GEMM and widens them first."""
+def _product(a, b, out, row=None):
+    """out = a @ b in fp32 from 16-bit operands. A CPU (the interpreter) has no such GEMM and widens them first.
+
+    A row is added to each row before it is rounded.
+    """
+    if row is not None:
+        return torch.addmm(row.to(a.dtype), a, b, out=out)
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     if a.is_cuda:
@@ -18,11 +23,13 @@ def _product(a, b, out):
     return torch.mm(a.float(), b.float(), out=out)
 
 
-def contract_c(panel, e, dc, dbias, unit):
-    """dC[panel] = panel.T @ e, one plain write from an fp32 accumulator; dbias[panel] = the sum of its rows."""
+def contract_c(panel, e, dc, dbias, unit, row=None):
+    """dC[panel] = panel.T @ e, + row in each of its rows, one plain write from an fp32 accumulator; dbias[panel] = the
+    sum of its rows.
+    """
     if dc is not None:
         if unit is None and (dc.is_cuda or dc.dtype == torch.float32):
-            torch.mm(panel.t(), e, out=dc)
+            _product(panel.t(), e, dc, row)
         else:
             wide = _product(panel.t(), e, torch.empty(dc.shape, dtype=torch.float32, device=dc.device))
             dc.copy_(wide if unit is None else wide.div_(unit))
@@ -31,10 +38,13 @@ def contract_c(panel, e, dc, dbias, unit):
         dbias.copy_(total if unit is None else total.div_(unit))
 
 
-def accumulate(a, b, accumulator, first):
-    """accumulator (+)= a @ b: in fp32 throughout, rounded on the way out where the accumulator has 16 bits."""
+def accumulate(a, b, accumulator, first, row=None):
+    """accumulator (+)= a @ b: in fp32 throughout, rounded on the way out where the accumulator has 16 bits.
+
+    With the first product a row may be added to each of its rows.
+    """
     if first:
-        _product(a, b, accumulator)
+        _product(a, b, accumulator, row)
     elif _is_short(a.t(), b, accumulator):
         # Multiples of 128 rows, so that there are few kernels to compile: those past the end are read as zeros.
         device, steps = accumulator.device, 2 * cdiv(b.shape[0], 128)
