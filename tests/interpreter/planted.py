@@ -163,6 +163,10 @@ def swept_penalized(cce):
     held(cce, sweep.single(9, 70, 16, torch.bfloat16, spread=0.3, z_loss=0.1))
 
 
+def swept_smoothed_at_once(cce):
+    held(cce, sweep.single(9, 70, 16, label_smoothing=0.3))
+
+
 def swept_smoothed(cce):
     """Two blocks, rows past the count, a trained bias."""
     case = sweep.single(45, 70, 8, token_weight=True, label_smoothing=0.1, bias=True, ignored=0.1)
@@ -278,7 +282,7 @@ FAULTS = {
         FOLD, [("b_stored = b_p * (1.0 - b_x * b_x)", "b_stored = b_p * 1.0")], swept
     ),
     "dC of the last block alone": Fault(
-        SINGLE_PASS, [("self.total[a:b], first=i0 == 0)", "self.total[a:b], first=True)")], swept_in_blocks
+        SINGLE_PASS, [("self.total[a:b], i0 == 0, row)", "self.total[a:b], True, row)")], swept_in_blocks
     ),
     "columns next to those of frequent ids": Fault(
         SINGLE_PASS, [("index_select(1, self.ids)", "index_select(1, self.ids ^ 1)")], swept_in_rounded_blocks
@@ -294,6 +298,9 @@ FAULTS = {
     ),
     "every block weighs its tokens as the first": Fault(
         SINGLE_PASS, [("slice(i0, i1)", "slice(0, i1 - i0)")], swept_in_blocks
+    ),
+    "smoothing taken from the dC of one block twice": Fault(
+        SINGLE_PASS, [("and self.smoothing.weighs_alike):", "and False):")], swept_smoothed_at_once
     ),
     "smoothing in dE by the first rows of a block": Fault(
         SINGLE_PASS, [("smoothing.of_rows(i0 + j0, i0 + j1)", "smoothing.of_rows(j0, j1)")], swept_smoothed
