@@ -5,7 +5,7 @@ arguments are never changed, and autocast is off in every body: functional.py ha
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Optional
 
 import torch
@@ -19,16 +19,11 @@ from .schedules import recompute, single_pass
 
 def _undisturbed(device):
     """What the bodies below run in: autocast off, and the tensors' device the current one."""
-    contexts = []
-    if torch.is_autocast_enabled(device.type):
-        contexts.append(torch.autocast(device.type, enabled=False))
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        contexts.append(torch.cuda.device(device))
-    if not contexts:
-        return nullcontext()
     with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            stack.enter_context(torch.cuda.device(device))
         return stack.pop_all()
 
 
