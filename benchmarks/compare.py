@@ -49,7 +49,7 @@ WITH_ERRORS = ("llama3-8b", "gemma2-2b")
 
 OURS = {
     "recompute": "this kernel, recompute",
-    "least": "this kernel, least budget",
+    "panel": "this kernel, panel budget",
     "lean": "this kernel, lean budget",
     "ample": "this kernel, ample budget",
     "default": "this kernel, default budget",
@@ -71,9 +71,9 @@ class Point:
 
 
 def budgets_of(name: str) -> dict[str, int]:
-    """The least holds an fp32 dE and a 16-bit panel of 4096 columns."""
+    """The panel budget holds an fp32 dE and a 16-bit panel of 4096 columns."""
     shape, (lean, ample) = COMPARED[name], BUDGETS[name]
-    return {"least": 4 * shape.n * shape.d + 2 * shape.n * 4096, "lean": lean, "ample": ample}
+    return {"panel": 4 * shape.n * shape.d + 2 * shape.n * 4096, "lean": lean, "ample": ample}
 
 
 def tokens(d: int) -> dict[str, Point]:
