@@ -60,7 +60,7 @@ def keeping(cce, kept, dtype=torch.float32, bias=False, **options):
         {"return_lse": True, "bias": True},
         {"softcap": 20.0, "temperature": 0.7},
         {"weight": True, "bias": True},
-        {"label_smoothing": 0.1, "logit_scale": 1.5},
+        {"label_smoothing": 0.5, "logit_scale": 1.5},
         {"label_smoothing": 0.5, "weight": True, "bias": True, **LSE},
     ],
     ids=["plain", "lse+bias", "softcap", "weight", "smooth", "smooth+weight+lse"],

@@ -134,7 +134,7 @@ SMOOTHED = {
 
 @pytest.mark.parametrize(("name", "bias", "blocks", "dtype"), some(SMOOTHED, (True, False), (1, 2, 3), DTYPES))
 def test_label_smoothing(cce, name, bias, blocks, dtype):
-    case = single((1, MANY), V, NARROW, dtype, label_smoothing=0.1, bias=bias, **SMOOTHED[name])
+    case = single((1, MANY), V, NARROW, dtype, label_smoothing=0.4, bias=bias, **SMOOTHED[name])
     got = check(cce, with_blocks(cce, case, blocks, EVERY if bias else BOTH), needs=EVERY)
     assert (got["de"][ignored_rows(case)] == 0).all()
 

@@ -28,11 +28,11 @@ def contract_c(panel, e, dc, dbias, unit, row=None):
     sum of its rows.
     """
     if dc is not None:
-        if unit is None and (dc.is_cuda or dc.dtype == torch.float32):
+        if unit is None:
             _product(panel.t(), e, dc, row)
         else:
             wide = _product(panel.t(), e, torch.empty(dc.shape, dtype=torch.float32, device=dc.device))
-            dc.copy_(wide if unit is None else wide.div_(unit))
+            dc.copy_(wide.div_(unit))
     if dbias is not None:
         total = column_sum(panel)
         dbias.copy_(total if unit is None else total.div_(unit))
