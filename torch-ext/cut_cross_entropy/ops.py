@@ -75,7 +75,7 @@ def _fake_gradients(e, c, bias, needs):
 
 
 def _fold(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size,
-          want_smooth, want_entropy, want_prediction, needs, workspace, keep):  # fmt: skip
+          want_smooth, want_entropy, want_prediction, needs, workspace, keep, counted=False):  # fmt: skip
     """The `Fold`, with a panel for the backward where `keep` allows one and the workspace has room for it.
 
     A workspace that the backward could not keep to is refused.
@@ -86,7 +86,7 @@ def _fold(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature
         kept = recompute.planned(backend, e, vocab_size, needs, workspace, kept=kept).kept
     problem = _problem(e, c, targets, bias, weight, ignore_index, softcap, scale, temperature, vocab_size)
     with _undisturbed(e.device):
-        return recompute.forward(backend, problem, *wanted, keep=kept)
+        return recompute.forward(backend, problem, *wanted, keep=kept, counted=counted)
 
 
 def _recompute_backward(e, c, targets, bias, weight, fold, upstream, options, needs, workspace):
@@ -213,8 +213,9 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        found = _fold(*inputs)
-        ctx.save_for_backward(*inputs[:5], *found)
+        found = _fold(*inputs, counted=any(ctx.needs_input_grad))
+        *tensors, ctx.counting = found
+        ctx.save_for_backward(*inputs[:5], *tensors)
         ctx.options, ctx.workspace = inputs[5:10], inputs[-2]
         ctx.mark_non_differentiable(*(t for t in (found.prediction, found.count) if t is not None))
         ctx.set_materialize_grads(False)
@@ -225,7 +226,7 @@ class _Eager(torch.autograd.Function):
         upstream = (g_nll, g_lse, g_smooth, g_entropy)
         if all(g is None for g in upstream):
             return (None,) * len(ctx.needs_input_grad)
-        inputs, found = ctx.saved_tensors[:5], Fold(*ctx.saved_tensors[5:])
+        inputs, found = ctx.saved_tensors[:5], Fold(*ctx.saved_tensors[5:], ctx.counting)
         if torch.is_grad_enabled():  # create_graph: the operator refuses to be differentiated
             state = (found.nll, found.entropy, found.m, found.s, found.rows, found.count)
             found = recompute_backward(*inputs, *state, *upstream, *ctx.options, _needs(ctx), ctx.workspace)

@@ -45,6 +45,7 @@ class Fold(NamedTuple):
     count: Tensor  # int32 [1], how many there are
     kept: Optional[Tensor] = None  # [N, columns] exponentials of the first classes, relative to m
     overflow: Optional[Tensor] = None  # int32 [1], 1 where an exponential left its range: kept is then not to be used
+    counting: Optional[object] = None  # the backend's `count_later`, for a backward that is to come
 
 
 class Gradients(NamedTuple):

@@ -18,17 +18,18 @@ from .smoothing import Smoothing
 ALIGNED = 8
 
 
-def forward(backend, problem, want_smooth=False, want_entropy=False, want_prediction=False, *, keep=0):
+def forward(backend, problem, want_smooth=False, want_entropy=False, want_prediction=False, *, keep=0, counted=False):
     """Per row: lse = m + log s over all classes and the target's logit from the same accumulators.
 
-    The exponentials of the first `keep` classes are kept for the backward.
+    The exponentials of the first `keep` classes are kept for the backward. Where that is to have the count of valid
+    rows, `counted`, it is on its way to the host while the rows are folded.
     """
     rows, count = backend.select(problem.targets, problem.ignore_index, problem.c.shape[0])
-    wanted = (want_smooth, want_entropy, want_prediction)
-    if not keep or not backend.reads_count(problem):
-        return backend.fold(problem, rows, count, *wanted)
-    kept = backend.new_panel(problem.e, problem.e.shape[0], 64 * math.ceil(keep / 64))
-    return backend.fold(problem, rows, count, *wanted, kept)
+    counting, room = backend.count_later(problem, count) if counted else None, {}
+    if keep and backend.reads_count(problem):
+        room["panel"] = backend.new_panel(problem.e, problem.e.shape[0], 64 * math.ceil(keep / 64))
+    found = backend.fold(problem, rows, count, want_smooth, want_entropy, want_prediction, **room)
+    return found._replace(counting=counting)
 
 
 def planned(backend, e, v, needs, workspace, **rows):
@@ -51,7 +52,10 @@ def row_gradients(problem, nll, lse, smooth, entropy):
 def backward(backend, problem, fold, upstream, gradients, workspace):
     """dC[panel] = panel.T @ e, one plain write each; dE = sum over panels of panel @ c[panel], fp32, rounded once."""
     (n, d), v = problem.e.shape, problem.c.shape[0]
-    live, known = backend.count_on_host(problem, fold.count) if n else (0, True)
+    counting = fold.counting
+    if counting is None or not backend.reads_count(problem):
+        counting = backend.count_later(problem, fold.count)
+    live, known = counting.wait(), counting.known
     if live == 0 or d == 0:
         for gradient in gradients:
             if gradient is not None:

@@ -33,7 +33,8 @@ def loss_and_gradients(backend, problem, weights, square, smooth, mean, gradient
         weights = one.expand(n)
     coefficients = Coefficients(weights, square, smooth)
     if plan.schedule == "recompute":
-        fold = backend.fold(problem, rows, count, smooth is not None, False, False)
+        counting = backend.count_later(problem, count)
+        fold = backend.fold(problem, rows, count, smooth is not None, False, False)._replace(counting=counting)
         upstream = coefficients.gradients(problem, fold.lse)._replace(smooth=smooth)
         recompute.backward(backend, problem, fold, upstream, gradients, workspace)
         return coefficients.loss(fold.nll, fold.lse, fold.smooth).sum()

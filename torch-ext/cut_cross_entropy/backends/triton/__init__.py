@@ -10,7 +10,6 @@ from .offsets import Blocks
 from .rows import (
     compact,
     count_later,
-    count_on_host,
     expand,
     expand_block,
     new_rows,
@@ -26,7 +25,6 @@ NAME = "triton"
 
 __all__ = [
     "NAME", "Blocks", "accumulate", "add_targets", "column_sum", "compact", "contract_c", "count_later",
-    "count_on_host", "dlogits", "expand", "expand_block", "exponentials", "factors", "fold", "folds_all_rows",
-    "launches", "new_panel", "new_rows", "panel_unit", "reads_count", "scale", "scale_rows", "select", "take_targets",
-    "write_rows",
+    "dlogits", "expand", "expand_block", "exponentials", "factors", "fold", "folds_all_rows", "launches", "new_panel",
+    "new_rows", "panel_unit", "reads_count", "scale", "scale_rows", "select", "take_targets", "write_rows",
 ]  # fmt: skip

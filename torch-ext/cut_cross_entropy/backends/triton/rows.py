@@ -55,13 +55,11 @@ def reads_count(problem):
     return not (capturing or configs.is_small(*e.shape, c.shape[0], e.device))
 
 
-def count_on_host(problem, count):
-    """How many rows are valid, and whether that is known."""
-    return (int(count), True) if reads_count(problem) else (problem.e.shape[0], False)
-
-
 class count_later:
-    """The count of valid rows, on its way to the host without a wait for what is enqueued after this."""
+    """The count of valid rows, on its way to the host without a wait for what is enqueued after this.
+
+    Where it is not read, not `known`, it is N.
+    """
 
     now = None
 
