@@ -36,6 +36,22 @@ def test_retain_graph(cce, dtype):
         torch.autograd.grad(loss, e, torch.ones_like(loss))
 
 
+def test_the_count_is_asked_for_before_the_fold(cce, monkeypatch):
+    """So that the backward has it while rows are folded, and not at all where there is none."""
+    backend, called = cce.backends.backend_of(torch.device(DEVICE)), []
+
+    def watch(name):
+        function = getattr(backend, name)
+        monkeypatch.setattr(backend, name, lambda *args, **options: called.append(name) or function(*args, **options))
+
+    watch("count_later"), watch("fold")
+    case = make_case(N, V, D, reduction="none")
+    check(cce, case)
+    assert called == ["count_later", "fold"]
+    cce.linear_cross_entropy(case.e, case.c, case.targets, reduction="none")
+    assert called[2:] == ["fold"]
+
+
 def test_two_backwards_accumulate(cce):
     case = make_case(N, V, D)
     e, c = leaves(case)
