@@ -10,5 +10,6 @@ from common.autograd import (  # noqa: F401
     test_grad_scaler,
     test_retain_graph,
     test_second_derivatives_are_refused,
+    test_the_count_is_asked_for_before_the_fold,
     test_two_backwards_accumulate,
 )
