@@ -24,7 +24,7 @@ SOME = DTYPES[:1] if INTERPRET else DTYPES
 def teach(cce, monkeypatch):
     """What the docstring above says of the interpreter."""
     planner = importlib.import_module(f"{cce.__name__}.planner")
-    monkeypatch.setattr(planner, "FOLD_ROWS", STEP)
+    monkeypatch.setattr(planner, "LEAST_BLOCK", STEP)
     monkeypatch.setattr(planner, "FREQUENT", STEP // 4)
     planner.plan.cache_clear()
     teach_bfloat16(monkeypatch)

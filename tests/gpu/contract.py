@@ -13,7 +13,7 @@ SINGLE_PASS = {
     name: mib << 20 for name, mib in (("llama3-8b", 1126), ("gemma2-2b", 2304), ("wide", 1792), ("odd", 1792))
 }
 # The same for as many blocks as dC is summed over in 16 bits, or for less memory than `recompute` needs.
-MANY_BLOCKS = {name: mib << 20 for name, mib in (("llama3-8b", 80), ("gemma2-2b", 80), ("wide", 160), ("odd", 200))}
+MANY_BLOCKS = {name: mib << 20 for name, mib in (("llama3-8b", 63), ("gemma2-2b", 63), ("wide", 130), ("odd", 172))}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

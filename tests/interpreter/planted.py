@@ -300,10 +300,10 @@ FAULTS = {
         SINGLE_PASS, [("slice(i0, i1)", "slice(0, i1 - i0)")], swept_in_blocks
     ),
     "smoothing taken from the dC of one block twice": Fault(
-        SINGLE_PASS, [("and self.smoothing.weighs_alike):", "and False):")], swept_smoothed_at_once
+        SINGLE_PASS, [("if self.row is None:", "if True:")], swept_smoothed_at_once
     ),
     "smoothing in dE by the first rows of a block": Fault(
-        SINGLE_PASS, [("smoothing.of_rows(i0 + j0, i0 + j1)", "smoothing.of_rows(j0, j1)")], swept_smoothed
+        SINGLE_PASS, [("smoothing.of_rows(i0, i0 + n, columns)", "smoothing.of_rows(0, n, columns)")], swept_smoothed
     ),
     "ignored rows listed in one place": Fault(
         ROWS, [("tl.where(b_valid, b_upto - 1, N - 1 - (o_n - b_upto))", "tl.where(b_valid, b_upto - 1, N - 1)")],

@@ -37,8 +37,8 @@ DEFAULT_PANEL = 4096
 # Of the torch backend, a tile of logits: 2 MiB in fp32, for the cache of a CPU. Blocks of more tokens than CPU_BLOCK
 # gain nothing there.
 TILE_ROWS, TILE_COLUMNS, CPU_BLOCK = 512, 1024, 512
-# Rows of the tile of the fold that writes a panel, and the least tokens of a block.
-FOLD_ROWS = 128
+# Rows of the tile of the fold that writes a panel; the least tokens of a block.
+FOLD_ROWS, LEAST_BLOCK = 128, 64
 # Of an H200: dense 16-bit and IEEE fp32 products, operations a second; sums that products add to, bytes a second (part
 # of that traffic lies under the products); multiprocessors. Then seconds: a call, a panel, a block of tokens, keeping
 # exponentials for the backward.
@@ -47,7 +47,7 @@ CALL, PANEL, BLOCK, KEEPING = 1e-4, 7e-5, 1e-4, 4e-4
 # dC summed over blocks of tokens is rounded to 16 bits after each, save the rows of the ids with most targets: FREQUENT
 # of them, and beyond FOR_BLOCKS blocks more in proportion, since the more often a row is rounded, the fewer may be
 # (docs/numerics.md). Of more than MANY_BLOCKS all of it is kept in fp32.
-FREQUENT, FOR_BLOCKS, MANY_BLOCKS = 256, 32, 128
+FREQUENT, FOR_BLOCKS, MANY_BLOCKS = 256, 32, 160
 # Tokens of a panel of all classes beyond which its products get slower, and how much.
 LARGE_PANEL, SLOWER = 16384, 1.05
 # Tiles of cuBLAS's products: their sides, how much longer a product of them alone takes, and the most parts that its
@@ -82,7 +82,7 @@ class Plan:
         block: tokens per panel.
         blocks: how many blocks of tokens there are.
         kept: classes whose exponentials the forward of `recompute` leaves for the backward.
-        chunk: tokens of a block whose dE is contracted at a time.
+        chunk: columns of the dE of a block that are contracted at a time.
         fp32_rows: rows of dC that `single_pass` sums over blocks in fp32: all, or those of the ids with most targets,
             or 0 where dC itself holds the sum.
         parts: scratch bytes by name; ``forward:`` parts and ``backward:`` parts are not alive together.
@@ -170,7 +170,7 @@ def _default_budget(s: _Sizes, schedule):
         # A sixth of what materializing takes is not worth slower, shorter blocks.
         block = min(s.n, CPU_BLOCK)
         (fp32_rows,) = s.fp32_row_choices(math.ceil(s.n / block))
-        budget = max(budget, min(_peak(_block_parts(s, block, block, fp32_rows)), 2 * s.n * s.v))
+        budget = max(budget, min(_peak(_block_parts(s, block, s.d, fp32_rows)), 2 * s.n * s.v))
     return budget
 
 
@@ -229,21 +229,21 @@ def _recompute(s: _Sizes, budget, kept):
         time += (kept > 0) * (KEEPING + 14 * rows * s.d / PASS_RATE)
     flops = 2 * s.n * s.v * s.d + 2 * s.valid * s.d * (s.v * (s.need_de + s.need_dc) + (s.v - kept) * s.backward)
     parts = MappingProxyType(_panel_parts(s, width, kept))
-    return Plan("recompute", width, panels, s.valid, 1, s.valid, 0, kept, parts, flops, _milliseconds(s, time))
+    return Plan("recompute", width, panels, s.valid, 1, s.d, 0, kept, parts, flops, _milliseconds(s, time))
 
 
 def _block_sizes(n):
     """Tokens of a block that are weighed: four to an octave."""
-    octaves = [FOLD_ROWS << k for k in range(n.bit_length())]
+    octaves = [LEAST_BLOCK << k for k in range(n.bit_length())]
     return sorted({min(n, octave * step // 4) for octave in octaves for step in (4, 5, 6, 7)})
 
 
 def _block_parts(s: _Sizes, block, chunk, fp32_rows):
-    """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted a chunk at a time."""
+    """Scratch of `single_pass` with blocks of so many tokens, whose dE is contracted so many columns at a time."""
     parts = {"both:row state": 12 * s.n, "forward:row state": (32 if s.gpu else 64) * block}
     parts["forward:panel"] = (s.itemsize if s.gpu else 4) * block * _up(s.v, 64)
     # The scaled rows of e, and where dC is done with them, rows of dE before they are rounded.
-    parts["forward:rows of e, then of dE"] = 4 * chunk * s.d
+    parts["forward:rows of e, then of dE"] = 4 * block * chunk
     if s.gpu:
         parts["forward:split partials"] = 8 * block * max(s.v // 1024, math.ceil(4 * PROCESSORS / block * 128))
     else:
@@ -273,14 +273,18 @@ def _single_pass(s: _Sizes, budget):
         product = functools.partial(_product, s, panel=block)
         rest = s.n % block
         folded = s.n // block * _up(block, FOLD_ROWS) + _up(rest, FOLD_ROWS)
-        time = product(folded, epilogue=85)
-        time += product(s.n) * (s.need_de * _waves(chunk, s.d) + s.need_dc * (1 + 2 * ids / s.v))
+        # The classifier is read for each block, which of few tokens takes longer than to multiply by it.
+        reading = blocks * s.itemsize * s.v * s.d / PASS_RATE
+        time = max(product(folded, epilogue=85), reading)
+        time += s.need_de * max(product(s.n) * _waves(block, chunk), reading)
+        time += s.need_dc * product(s.n) * (1 + 2 * ids / s.v)
         return time + blocks * BLOCK + (blocks - 1) * s.v * s.d * s.need_dc * (4 if ids else 8) / SUM_RATE
 
     # The same candidates for every budget, so that a larger one is never slower.
-    used = {}
+    used, half = {}, min(s.d, _up(math.ceil(s.d / 2), 64))
+    chunks = (s.d, half) if s.gpu and s.itemsize < 4 else (s.d,)
     for block in _block_sizes(s.n):
-        for chunk in (block, (block + 1) // 2) if s.gpu and s.itemsize < 4 else (block,):
+        for chunk in chunks:
             for fp32_rows in s.fp32_row_choices(math.ceil(s.n / block)):
                 used[block, chunk, fp32_rows] = _peak(_block_parts(s, block, chunk, fp32_rows))
     fitting = [sizes for sizes in used if used[sizes] <= budget] or [min(used, key=used.get)]

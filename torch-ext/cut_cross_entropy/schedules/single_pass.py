@@ -89,21 +89,21 @@ def _sweep(backend, problem, coefficients, rows, count, gradients, plan):
 
 
 class _SumDE:
-    """dE: complete with its block. Rows are contracted in fp32, as many at a time as the buffer has."""
+    """dE: complete with its block. Contracted in fp32, as many of its columns at a time as the buffer has."""
 
     def __init__(self, backend, problem, de, buffer, rows, count, smoothing):
         self.backend, self.c, self.de, self.buffer, self.smoothing = backend, problem.c, de, buffer, smoothing
         self.rows, self.count = rows, count
 
     def add(self, block, x, factors, i0):
-        chunk = self.buffer.shape[0]
-        for j0 in range(0, x.shape[0], chunk):
-            j1 = min(j0 + chunk, x.shape[0])
-            product = self.buffer[: j1 - j0]
+        n, d, chunk = len(x), self.de.shape[1], self.buffer.shape[1]
+        for d0 in range(0, d, chunk):
+            columns = slice(d0, min(d0 + chunk, d))
+            product = self.buffer.view(-1)[: n * (columns.stop - d0)].view(n, -1)
             for a, b in recompute.aligned_pieces(0, self.c.shape[0]):
-                self.backend.accumulate(x[j0:j1, a:b], self.c[a:b], product, first=a == 0)
-            less = self.smoothing and self.smoothing.of_rows(i0 + j0, i0 + j1)
-            self.backend.expand_block(product, self.rows, self.count, i0 + j0, factors[j0:j1], self.de, less=less)
+                self.backend.accumulate(x[:, a:b], self.c[a:b, columns], product, first=a == 0)
+            less = self.smoothing and self.smoothing.of_rows(i0, i0 + n, columns)
+            self.backend.expand_block(product, self.rows, self.count, i0, factors, self.de[:, columns], less=less)
 
     def finish(self, live):
         if live < self.de.shape[0]:
@@ -149,11 +149,14 @@ class _SumDC:
 class _DCOfOneBlock(_SumDC):
     """The same of a single block: written once."""
 
+    row = None
+
     def add(self, block, x, factors, i0):
-        super().add(block, x, factors, i0, self.smoothing and self.smoothing.of_every_class())
+        self.row = self.smoothing and self.smoothing.of_every_class()
+        super().add(block, x, factors, i0, self.row)
 
     def finish(self, live):
-        if live == 0 or not (self.smoothing and self.smoothing.weighs_alike):
+        if self.row is None:
             super().finish(live)
 
 

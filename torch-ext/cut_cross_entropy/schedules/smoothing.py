@@ -20,8 +20,8 @@ class Smoothing:
     def add(self, e, i0, i1):
         self.tokens += self.column_sum(e, self.smooth[i0:i1])
 
-    def of_rows(self, i0, i1):
-        return self.smooth[i0:i1], self.classes
+    def of_rows(self, i0, i1, columns=slice(None)):
+        return self.smooth[i0:i1], self.classes[columns]
 
     def of_classes(self, ids=slice(None)):
         return self.weight[ids], self.tokens

@@ -104,14 +104,14 @@ def compact(e, rows, count, live, known, de):
 
 
 def new_rows(e, block, chunk):
-    """Two views of one storage: [block, D] in the dtype of e, and [chunk, D] in fp32, at least half as many."""
-    wide = torch.empty((chunk, e.shape[1]), dtype=torch.float32, device=e.device)
+    """Two views of one storage: [block, D] in the dtype of e, and [block, chunk] in fp32, at least half as wide."""
+    wide = torch.empty((block, chunk), dtype=torch.float32, device=e.device)
     return wide.view(-1).view(e.dtype)[: block * e.shape[1]].view(block, e.shape[1]), wide
 
 
 @triton.jit(do_not_specialize=["first"])
 def expand_kernel(
-    accumulator, rows, count, unit, factor, less, vector, de, D, first, BLOCK: tl.constexpr
+    accumulator, rows, count, unit, factor, less, vector, de, D, first, stride_de, BLOCK: tl.constexpr
 ):  # fmt: skip
     i = tl.program_id(0)
     live, row = i >= 0, i.to(tl.int64)
@@ -130,7 +130,7 @@ def expand_kernel(
         b_de = b_a.to(tl.float32) * scale
         if less is not None:
             b_de -= tl.load(less + i) * tl.load(vector + o_d, mask=o_d < D, other=0.0)
-        tl.store(de + row * D + o_d, tl.where(live, b_de, 0.0).to(de.dtype.element_ty), mask=o_d < D)
+        tl.store(de + row * stride_de + o_d, tl.where(live, b_de, 0.0).to(de.dtype.element_ty), mask=o_d < D)
 
 
 def expand(accumulator, rows, count, live, known, unit, de):
@@ -159,7 +159,7 @@ def scale_rows(rows, factors, less=None):
 def _expand(n, accumulator, out, rows=None, count=None, *, unit=None, factors=None, less=None, first=0):
     launch(
         expand_kernel, n, out.device, accumulator, rows, count, unit, factors, *(less or (None, None)), out,
-        out.shape[1], first, BLOCK=row_block(out.shape[1]),
+        out.shape[1], first, out.stride(0), BLOCK=row_block(out.shape[1]),
     )  # fmt: skip
 
 
