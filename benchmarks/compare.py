@@ -56,6 +56,7 @@ OURS = {
 }
 FAST = ("torch_bf16", "torch_fp32", "liger_8")
 AS = "as-"  # this kernel, in the memory that the named peer took
+MATCHED = ("liger", "liger_8", "fla_16bit", "torch_compile", "torch_chunked", "quack")
 SWEPT = ("default", *FAST, *(AS + name for name in FAST if name != "torch_fp32"))
 
 
@@ -80,8 +81,9 @@ def tokens(d: int) -> dict[str, Point]:
     return {f"tokens-{d}/{1024 << k}": Point(Shape(1024 << k, 128256, d)) for k in range(8)}
 
 
+ENTRIES = (*OURS, *PEERS, *(AS + name for name in MATCHED))
 GROUPS: dict[str, dict[str, Point]] = {
-    name: {name: Point(shape, (*OURS, *PEERS), errors=name in WITH_ERRORS, budgets=budgets_of(name))}
+    name: {name: Point(shape, ENTRIES, errors=name in WITH_ERRORS, budgets=budgets_of(name))}
     for name, shape in COMPARED.items()
 }
 GROUPS["tokens-4096"] = tokens(4096)
@@ -140,6 +142,7 @@ class Compare:
         entries = self.evidence.data["parts"][part].setdefault("entries", {})
         for name in names:
             row = {"label": label(name), "exact": name not in PEERS or PEERS[name].exact}
+            row |= {key: self.environment[key] for key in ("date", "module")}
             try:
                 for found in self.measured(name, point, shape, s, exact, entries):
                     row |= found
@@ -177,13 +180,7 @@ class Compare:
         value.backward()
         yield {"loss": value.item()}
         if exact is not None:
-            yield {
-                "error": {
-                    "loss": abs(value.item() / exact.reduced.item() - 1),
-                    "de": truth.relative_error(s.e.grad, exact.de),
-                    "dc": truth.relative_error(s.c.grad, exact.dc),
-                }
-            }
+            yield {"error": truth.errors(value, s.e.grad, s.c.grad, exact)}
         del value
         yield {"bytes": {"step": asdict(step_memory(loss, leaves))}}
         yield self.timed(loss, leaves)

@@ -20,7 +20,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bars import FLOOR_8, MIB, milliseconds, ratio, workspace_of  # noqa: E402
+from benchmarks.bars import FLOOR_8, MIB, milliseconds, ratio, step_mib  # noqa: E402
 from benchmarks.compare import AS, COMPARED, FLOOR_6, GROUPS, OURS, PEERS, RESULTS, label  # noqa: E402
 from benchmarks.figures import environment, fill, table  # noqa: E402
 
@@ -39,10 +39,6 @@ Parts = dict[str, dict]  # of compare.json: a point's sizes, environment and ent
 
 def over_floor(row: dict) -> float:
     return ratio("step", **FLOOR_6)(row)
-
-
-def mib(row: dict) -> float:
-    return workspace_of(row, "step") / MIB
 
 
 def ran(row: dict) -> bool:
@@ -66,7 +62,7 @@ def shapes(parts: Parts) -> str:
     def cell(row: dict | None) -> str:
         if row is None:
             return ""
-        return f"{milliseconds(row, 'step'):.1f} ({over_floor(row):.2f}), {mib(row):,.0f}" if ran(row) else FAILS
+        return f"{milliseconds(row, 'step'):.1f} ({over_floor(row):.2f}), {step_mib(row):,.0f}" if ran(row) else FAILS
 
     lines = []
     for entry in (*OURS, *PEERS):
@@ -115,7 +111,7 @@ def plans(parts: Parts) -> str:
         for row in (parts[shape]["entries"].get(entry, {}) for entry in OURS):
             if "plan" in row:
                 planned = (f"{row['planned']['bytes'] / MIB:,.0f}", f"{row['planned']['milliseconds'] or math.nan:.1f}")
-                found = (f"{mib(row):,.0f}", f"{milliseconds(row, 'step'):.1f}") if ran(row) else (FAILS, FAILS)
+                found = (f"{step_mib(row):,.0f}", f"{milliseconds(row, 'step'):.1f}") if ran(row) else (FAILS, FAILS)
                 pairs = (f"{a} / {b}" for a, b in zip(planned, found, strict=True))
                 lines.append([shape, row["label"].partition(", ")[2], *pairs, row["plan"][0].partition(" panels")[0]])
     return table(["shape", "budget", "MiB planned / measured", "ms planned / measured", "plan"], lines)
@@ -128,13 +124,13 @@ def quicker(parts: Parts) -> str:
     """
 
     def figures(row: dict) -> list[str]:
-        return [f"{over_floor(row):.2f}", f"{milliseconds(row, 'step'):.1f}", f"{mib(row):,.0f}"]
+        return [f"{over_floor(row):.2f}", f"{milliseconds(row, 'step'):.1f}", f"{step_mib(row):,.0f}"]
 
     lines = []
     for point, part in parts.items():
         rows = {name: row for name, row in part["entries"].items() if ran(row)}
         for peer in (rows[name] for name in rows if name in PEERS and rows[name]["exact"]):
-            ours = [row for name, row in rows.items() if name not in PEERS and mib(row) <= mib(peer)]
+            ours = [row for name, row in rows.items() if name not in PEERS and step_mib(row) <= step_mib(peer)]
             measures = (over_floor, partial(milliseconds, step="step"))
             if not ours:
                 lines.append([point, name_of(peer), *figures(peer), "not timed", "", ""])
@@ -143,12 +139,18 @@ def quicker(parts: Parts) -> str:
     return table(["point", "peer", "over GEMMs", "ms", "MiB", "here: over GEMMs", "ms", "MiB"], lines)
 
 
+def recorded(parts: Parts) -> str:
+    """The first part's environment, with the days of all entries."""
+    days = sorted({row.get("date", part["date"])[:10] for part in parts.values() for row in part["entries"].values()})
+    return environment(next(iter(parts.values())) | {"date": " to ".join(dict.fromkeys((days[0], days[-1])))})
+
+
 def failures(parts: Parts) -> str:
-    """Which peer failed where, in its own words."""
+    """What failed where, in its own words; without those whose budget is a peer's that did not run."""
     told: dict[tuple[str, str], list[str]] = {}
     for point, part in parts.items():
         for row in part["entries"].values():
-            if "failed" in row:
+            if "failed" in row and not row["failed"].startswith("LookupError"):
                 told.setdefault((name_of(row), row["failed"]), []).append(point)
     lines = [[name, ", ".join(points), text.replace("|", "\\|")] for (name, text), points in told.items()]
     return table(["entry", "where", "message"], lines)
@@ -168,14 +170,14 @@ def sweep(group: str, parts: Parts) -> str:
     def cell(row: dict | None) -> str:
         if row is None:
             return ""
-        return f"{over_floor(row):.2f}, {mib(row):,.0f}" if ran(row) else FAILS
+        return f"{over_floor(row):.2f}, {step_mib(row):,.0f}" if ran(row) else FAILS
 
     lines = [[f"{x:,}", *(cell(entries.get(name)) for name in names)] for x, entries in points.items()]
     return table([SWEEPS[group].partition(",")[0], *map(label, names)], lines)
 
 
 TABLES = {
-    "environment": lambda parts: environment(next(iter(parts.values()))),
+    "environment": recorded,
     **{function.__name__: function for function in (shapes, floors, plans, errors, quicker, failures)},
     **{group: partial(sweep, group) for group in SWEEPS},
 }
@@ -230,15 +232,17 @@ def draw_shapes(parts: Parts, path: Path) -> None:
     panels = list(panels.flat)
     for panel, (shape, part) in zip(panels, ((name, parts[name]) for name in COMPARED if name in parts), strict=False):
         rows = {name: part["entries"][name] for name in names if name in part["entries"]}
-        measured = {name: row for name, row in rows.items() if ran(row) and mib(row) > 0}
+        measured = {name: row for name, row in rows.items() if ran(row) and step_mib(row) > 0}
         if not measured:
             continue
         # A line through what the planner chose; `recompute` was asked for.
         chosen = [row for name, row in measured.items() if name in OURS and name != "recompute"]
-        ours = sorted((mib(row), over_floor(row)) for row in chosen)
+        ours = sorted((step_mib(row), over_floor(row)) for row in chosen)
         panel.plot(*zip(*ours, strict=True), color=STYLES["this"][0], linewidth=1)
         for name, row in measured.items():
-            panel.plot(mib(row), over_floor(row), linestyle="none", markersize=8 if name in OURS else 6, **style[name])
+            panel.plot(
+                step_mib(row), over_floor(row), linestyle="none", markersize=8 if name in OURS else 6, **style[name]
+            )
         eight = median(ratio("step", **FLOOR_6)(row) / ratio("step", **FLOOR_8)(row) for row in measured.values())
         for y, text in ((1, "three GEMMs"), (eight, "four GEMMs")):
             panel.axhline(y, color="0.5", linestyle=":", linewidth=1)

@@ -20,6 +20,7 @@ import triton.language as tl
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kernel  # noqa: E402
+from tools.memory import least_workspace  # noqa: E402
 
 DEVICE = os.environ.get("CCE_TEST_DEVICE", "cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -57,18 +58,6 @@ def cases():
                 yield f"{path}-{str(dtype).removeprefix('torch.')}-{name}", sizes, dtype, options
 
 
-def smallest_workspace(cce, n, v, d, dtype, device, schedule="recompute") -> int:
-    """The least budget there is, so that the vocabulary is cut into as many panels, or the tokens blocks, as can be."""
-    call = {"schedule": schedule, "scalar": schedule == "single_pass", "need_dbias": True}
-    for budget in range(1 << 12, 1 << 24, 1 << 12):
-        try:
-            cce.plan(n, v, d, dtype, device=device, workspace=budget, **call)
-        except ValueError:
-            continue
-        return budget
-    return 1 << 24
-
-
 def run_case(cce, sizes, dtype, options, device=DEVICE) -> None:
     options = dict(options)
     n, v, d = options.pop("tokens", sizes[0]), *sizes[1:]
@@ -81,7 +70,10 @@ def run_case(cce, sizes, dtype, options, device=DEVICE) -> None:
     for name, t in leaves.items():
         t.requires_grad_(name != frozen)
     if options.get("workspace"):
-        options["workspace"] = smallest_workspace(cce, n, v, d, dtype, device, options.get("schedule", "recompute"))
+        # As many panels of the vocabulary, or blocks of tokens, as can be.
+        schedule = options.get("schedule", "recompute")
+        call = {"device": device, "schedule": schedule, "scalar": schedule == "single_pass", "need_dbias": True}
+        options["workspace"] = least_workspace(cce.plan, n, v, d, dtype, **call)
     configs = sys.modules[f"{cce.__name__}.backends.triton.configs"]
     with patch.object(configs, "SMALL", 0) if options.pop("large", False) else nullcontext():
         out = cce.linear_cross_entropy(targets=targets.to(device), **leaves, **options)

@@ -148,6 +148,12 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return (got.double() - want).norm().item() / (norm or 1.0)
 
 
+def errors(loss: torch.Tensor, de: torch.Tensor, dc: torch.Tensor, exact: Truth) -> dict[str, float]:
+    """Relative errors of a scalar loss and its gradients."""
+    gradients = {"de": relative_error(de, exact.de), "dc": relative_error(dc, exact.dc)}
+    return {"loss": abs(loss.item() / exact.reduced.item() - 1)} | gradients
+
+
 def gradient_bound(want: torch.Tensor, once: torch.Tensor, dtype: torch.dtype) -> float:
     """Largest allowed |got - want|: the contract of the benchmark states, or twice the once-rounded error plus u."""
     norm = want.norm().item()

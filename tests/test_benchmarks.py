@@ -76,14 +76,15 @@ def test_error_row_is_within_the_contract(cce):
     rows = {}
     bench.Bench(cce, rows.__setitem__, device="cpu", tiny=True).error()
     found = [row[schedule] for row in rows.values() for schedule in ("recompute", "single_pass")]
-    assert all(errors["loss"] <= 1e-5 and errors["de"] <= 5e-3 for errors in found)
+    assert all(errors["loss"] <= 1e-5 and max(errors["de"], errors["dc"]) <= 5e-3 for errors in found)
 
 
 @pytest.mark.parametrize("path", sanitize_target.SIZES)
 def test_sanitizer_cases_run(cce, path):
-    for name, sizes, dtype, options in sanitize_target.cases():
-        if name.startswith(path) and dtype == torch.bfloat16:
-            sanitize_target.run_case(cce, sizes, dtype, options, "cpu")
+    cases = [case for case in sanitize_target.cases() if case[0].startswith(path) and case[2] == torch.bfloat16]
+    assert cases
+    for _, sizes, dtype, options in cases:
+        sanitize_target.run_case(cce, sizes, dtype, options, "cpu")
 
 
 def test_options_are_all_measured(cce):

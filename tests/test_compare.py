@@ -48,9 +48,8 @@ def test_every_entry_has_its_row(record):
 
 def test_a_failing_peer_is_shown_with_its_message(record):
     for part in record.values():
-        assert part["entries"]["broken"] == {
-            "label": "QuACK, broken", "exact": True, "version": torch.__version__, "failed": BROKEN
-        }  # fmt: skip
+        want = {"label": "QuACK, broken", "exact": True, "version": torch.__version__, "failed": BROKEN}
+        assert want.items() <= part["entries"]["broken"].items()
     assert f"| QuACK {torch.__version__}, broken | llama3-8b, vocabulary/32000 | {BROKEN} |" in figures.failures(record)
 
 

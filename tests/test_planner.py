@@ -9,17 +9,12 @@ import sys
 import pytest
 import torch
 
+from tools.memory import least_workspace
+
 SIZES = [(8192, 128256, 4096), (65535, 176245, 1024), (1, 1, 1), (0, 50, 8), (2048, 32000, 1024), (7, 1001, 33)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEVICES = ("cuda", "cpu")
 MIB = 1 << 20
-
-
-def least(cce, *args, **kw):
-    """The minimum that the error names."""
-    with pytest.raises(ValueError, match="workspace") as error:
-        cce.plan(*args, workspace=-1, **kw)
-    return max(int(word) for word in str(error.value).split() if word.isdigit())
 
 
 def calls(dtype):
@@ -45,7 +40,7 @@ def test_parts_add_up_to_the_peak(cce, size, device, dtype):
     for call in calls(dtype):
         if call.get("schedule") and 0 in size:
             continue
-        budget = max(64 * MIB, least(cce, *size, dtype, device=device, **call))
+        budget = max(64 * MIB, least_workspace(cce.plan, *size, dtype, device=device, **call))
         plan = cce.plan(*size, dtype, device=device, workspace=budget, **call)
         stages = {
             stage: sum(b for name, b in plan.parts.items() if name.split(":")[0] in ("both", stage))
@@ -65,7 +60,7 @@ def test_the_minimum_is_the_minimum(cce, size, device, dtype):
     for call in calls(dtype):
         if call.get("schedule") and 0 in size:
             continue
-        minimum = least(cce, *size, dtype, device=device, **call)
+        minimum = least_workspace(cce.plan, *size, dtype, device=device, **call)
         assert cce.plan(*size, dtype, device=device, workspace=minimum, **call).workspace <= minimum
         if minimum:
             with pytest.raises(ValueError, match=rf"\b{minimum}\b"):
@@ -79,7 +74,7 @@ def test_no_budget_is_exceeded(cce, size, device):
         for call in calls(dtype):
             if call.get("schedule") and 0 in size:
                 continue
-            budget = int(least(cce, *size, dtype, device=device, **call) * factor)
+            budget = int(least_workspace(cce.plan, *size, dtype, device=device, **call) * factor)
             plan = cce.plan(*size, dtype, device=device, workspace=budget, **call)
             assert plan.workspace <= budget
             rest = size[1] - plan.kept
@@ -215,7 +210,7 @@ def test_an_asked_for_schedule_has_a_default_budget(cce, size, device, dtype):
     """Without a workspace the default is never below what the schedule needs."""
     other = cce.plan(*size, dtype, device=device).workspace
     plan = cce.plan(*size, dtype, device=device, schedule="single_pass", scalar=True)
-    needed = least(cce, *size, dtype, device=device, schedule="single_pass", scalar=True)
+    needed = least_workspace(cce.plan, *size, dtype, device=device, schedule="single_pass", scalar=True)
     sixth = 0 if device == "cuda" else 2 * size[0] * size[1]
     assert plan.workspace <= max(64 * MIB, dtype.itemsize * (size[0] + size[1]) * size[2], other, needed, sixth)
 
@@ -227,7 +222,9 @@ def test_operations_of_single_pass(cce, needs):
     sizes = {"need_de": needs[0], "need_dc": needs[1], "scalar": True, "schedule": "single_pass"}
     plan = cce.plan(n, v, d, torch.bfloat16, **sizes)
     assert plan.flops == 2 * n * v * d * (1 + sum(needs))
-    small = cce.plan(n, v, d, torch.bfloat16, workspace=least(cce, n, v, d, torch.bfloat16, **sizes), **sizes)
+    small = cce.plan(
+        n, v, d, torch.bfloat16, workspace=least_workspace(cce.plan, n, v, d, torch.bfloat16, **sizes), **sizes
+    )
     assert small.block == 64 and small.blocks == 313 and small.flops == plan.flops
     assert (4 * v * d in small.parts.values()) == needs[1]
 
@@ -237,7 +234,7 @@ def test_frequent_ids(cce):
     v, d, call = 128256, 4, {"scalar": True, "schedule": "single_pass"}
     for blocks, rows in ((1, 0), (2, 256), (32, 256), (33, 264), (160, 1280), (161, v)):
         n = 64 * blocks
-        lean = least(cce, n, v, d, torch.bfloat16, **call)
+        lean = least_workspace(cce.plan, n, v, d, torch.bfloat16, **call)
         found = cce.plan(n, v, d, torch.bfloat16, workspace=lean, **call)
         assert (found.blocks, found.fp32_rows) == (blocks, rows)
     small = cce.plan(8192, 256, 4096, torch.bfloat16, workspace=24 * MIB, **call)

@@ -13,6 +13,7 @@ planner's. An fp32 gradient is its own accumulator and costs no second one; nor 
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,17 @@ MODELS = {
     "Qwen 2.5 7B": (152064, 3584),
     "Gemma 2 9B": (256000, 3584),
 }
+
+
+def least_workspace(plan: Callable[..., object], *sizes, **call) -> int:
+    """The smallest budget that the planner accepts: its refusal of any other names it."""
+    try:
+        plan(*sizes, workspace=-1, **call)
+    except ValueError as error:
+        if named := re.search(r"^workspace: .* at least (\d+)", str(error)):
+            return int(named[1])
+        raise
+    raise AssertionError("a workspace of -1 bytes was accepted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +87,9 @@ class Sizes:
         scalar = scalar and self.dtype != "float16"
         return self.plan(*sizes, device=self.device, workspace=workspace, kept=0, schedule=schedule, scalar=scalar)
 
-    def accepted(self, workspace: int, schedule: str):
-        """The plan for a budget, or None where it is too small."""
-        try:
-            return self.planned(workspace, schedule)
-        except ValueError:
-            return None
-
     def leanest(self, schedule: str = "recompute") -> int:
         """The smallest budget that the planner accepts for a schedule."""
-        refused, enough = 0, 1 << 20
-        while not self.accepted(enough, schedule):
-            refused, enough = enough, 2 * enough
-        while enough - refused > 1:
-            middle = (enough + refused) // 2
-            refused, enough = (refused, middle) if self.accepted(middle, schedule) else (middle, enough)
-        return enough
+        return least_workspace(lambda workspace: self.planned(workspace, schedule))
 
     def panel_plans(self, per_doubling: int = 1) -> list:
         """Plans of `recompute` from the leanest to a single panel, with panels that widen geometrically."""

@@ -257,28 +257,17 @@ def test_functional_call(cce):
     assert torch.equal(parameters["lm_head.weight"].grad, want["dc"])
 
 
-def right_or_refused(call, want):
-    """Either the right numbers, or an error that names what is not supported."""
-    try:
-        got = call()
-    except (RuntimeError, NotImplementedError) as error:
-        assert any(word in str(error) for word in ("vmap", "functorch", "torch.func", "batch")), error
-    else:
-        torch.testing.assert_close(got, want)
-
-
 def test_vmap(cce):
     case = make_case((3, N), V, D, ignored=0.0)
     want = torch.stack([cce.linear_cross_entropy(case.e[i], case.c, case.targets[i]) for i in range(3)])
-    right_or_refused(
-        lambda: torch.vmap(lambda e, t: cce.linear_cross_entropy(e, case.c, t))(case.e, case.targets), want
-    )
+    got = torch.vmap(lambda e, t: cce.linear_cross_entropy(e, case.c, t))(case.e, case.targets)
+    torch.testing.assert_close(got, want)
 
 
 def test_func_grad(cce):
     case = make_case(N, V, D)
-    want = run(cce.linear_cross_entropy, case)["dc"]
-    right_or_refused(lambda: torch.func.grad(lambda c: cce.linear_cross_entropy(case.e, c, case.targets))(case.c), want)
+    with pytest.raises(RuntimeError, match="functorch|torch.func"):
+        torch.func.grad(lambda c: cce.linear_cross_entropy(case.e, c, case.targets))(case.c)
 
 
 def test_deterministic_algorithms(cce):

@@ -1,10 +1,11 @@
 """What both kinds of fuzz draw from: excluded classes, upstream gradients of every layout, the least workspace."""
 
 import math
-import re
 
 import torch
 from helpers import PLANNED_FOR
+
+from tools import memory
 
 UPSTREAMS = ("dense", "stride 0", "sparse", "zero")
 
@@ -59,10 +60,4 @@ def least_workspace(cce, case, needs, device=PLANNED_FOR):
     sizes["need_dbias"] = "bias" in needs and case.bias is not None
     schedule = case.options.get("schedule", "auto") if n else "recompute"
     sizes |= {"device": device, "schedule": schedule, "scalar": servable(case, needs)}
-    try:
-        cce.plan(n, v, case.c.shape[1], case.e.dtype, workspace=-1, **sizes)
-    except ValueError as error:
-        if "workspace" not in str(error):
-            raise
-        return max(int(number) for number in re.findall(r"(?<!\S)\d+(?!\S)", str(error)))
-    raise AssertionError("a workspace of -1 bytes was accepted")
+    return memory.least_workspace(cce.plan, n, v, case.c.shape[1], case.e.dtype, **sizes)
