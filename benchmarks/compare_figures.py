@@ -139,18 +139,18 @@ def quicker(parts: Parts) -> str:
     return table(["point", "peer", "over GEMMs", "ms", "MiB", "here: over GEMMs", "ms", "MiB"], lines)
 
 
-def recorded(parts: Parts) -> str:
-    """The first part's environment, with the days of all entries."""
-    days = sorted({row.get("date", part["date"])[:10] for part in parts.values() for row in part["entries"].values()})
-    return environment(next(iter(parts.values())) | {"date": " to ".join(dict.fromkeys((days[0], days[-1])))})
+def environments(parts: Parts) -> str:
+    """That of the first part, with the days of all entries."""
+    days = [row.get("date", part["date"])[:10] for part in parts.values() for row in part["entries"].values()]
+    return environment(next(iter(parts.values())), " to ".join(sorted({min(days), max(days)})))
 
 
 def failures(parts: Parts) -> str:
-    """What failed where, in its own words; without those whose budget is a peer's that did not run."""
+    """Which peer failed where, in its own words."""
     told: dict[tuple[str, str], list[str]] = {}
     for point, part in parts.items():
         for row in part["entries"].values():
-            if "failed" in row and not row["failed"].startswith("LookupError"):
+            if "failed" in row:
                 told.setdefault((name_of(row), row["failed"]), []).append(point)
     lines = [[name, ", ".join(points), text.replace("|", "\\|")] for (name, text), points in told.items()]
     return table(["entry", "where", "message"], lines)
@@ -177,7 +177,7 @@ def sweep(group: str, parts: Parts) -> str:
 
 
 TABLES = {
-    "environment": recorded,
+    "environment": environments,
     **{function.__name__: function for function in (shapes, floors, plans, errors, quicker, failures)},
     **{group: partial(sweep, group) for group in SWEEPS},
 }

@@ -106,10 +106,9 @@ def rest(part: dict) -> str:
     return table(["what", "measured"], lines)
 
 
-def environment(part: dict) -> str:
-    date, _, _ = part["date"].partition("T")
+def environment(part: dict, days: str | None = None) -> str:
     versions = f"driver {part['driver']}, torch {part['torch']}, triton {part['triton']}"
-    return f"{part['device']}, {versions}, {date}; medians, bf16, 1 % of the targets ignored.\n"
+    return f"{part['device']}, {versions}, {days or part['date'][:10]}; medians, bf16, 1 % of the targets ignored.\n"
 
 
 TABLES = {"environment": environment, "shapes": shapes, "sweep": sweep, "accuracy": accuracy, "rest": rest}

@@ -11,7 +11,7 @@ from benchmarks.compare import GROUPS, RESULTS, Compare, Record, message
 from benchmarks.evidence import Evidence
 from benchmarks.peers import PEERS, Peer, TokenBlocks
 
-NAMES = ["recompute", "lean", "default", "torch_fp32", "torch_blocks", "broken", "as-torch_fp32"]
+NAMES = ["recompute", "lean", "default", "torch_fp32", "torch_blocks", "broken", "as-torch_fp32", "as-broken"]
 BROKEN = "ImportError: no module broken in broken.py"
 
 
@@ -56,6 +56,10 @@ def test_a_failing_peer_is_shown_with_its_message(record):
 def test_what_failed_late_keeps_what_was_found(record):
     """No memory is measured on a CPU, and no plan fits into none."""
     assert record["llama3-8b"]["entries"]["as-torch_fp32"]["failed"].startswith("ValueError: workspace: got 0 bytes")
+
+
+def test_the_memory_of_a_peer_that_did_not_run_is_no_entry(record):
+    assert "as-broken" not in record["llama3-8b"]["entries"]
 
 
 def test_a_part_run_again_for_some_entries_keeps_the_others(record):

@@ -222,9 +222,8 @@ def test_operations_of_single_pass(cce, needs):
     sizes = {"need_de": needs[0], "need_dc": needs[1], "scalar": True, "schedule": "single_pass"}
     plan = cce.plan(n, v, d, torch.bfloat16, **sizes)
     assert plan.flops == 2 * n * v * d * (1 + sum(needs))
-    small = cce.plan(
-        n, v, d, torch.bfloat16, workspace=least_workspace(cce.plan, n, v, d, torch.bfloat16, **sizes), **sizes
-    )
+    lean = least_workspace(cce.plan, n, v, d, torch.bfloat16, **sizes)
+    small = cce.plan(n, v, d, torch.bfloat16, workspace=lean, **sizes)
     assert small.block == 64 and small.blocks == 313 and small.flops == plan.flops
     assert (4 * v * d in small.parts.values()) == needs[1]
 
